@@ -1,0 +1,227 @@
+"""`MegaTrainEngine`: one module's run, from taking its parameters to giving the module back.
+
+Owns the store, the device engine, the streamer, the lander, the kernel and the worker, and puts each site's `SiteForward` in place.
+Knows torch; knows nothing of Lightning, so that another loop could drive it:
+
+    engine = MegaTrainEngine(module, policy, device, precision)
+    engine.take_optimizers([optimizer])
+    engine.begin("train"); loss = ...; loss.backward(); optimizer.step()
+    engine.close()
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatrain.host.store import HostParameter, HostStore, HostUnit
+from lightning_megatrain.monitor.memory import MemoryReport
+from lightning_megatrain.optim.host_step import HostStep
+from lightning_megatrain.optim.kernel import HostKernel
+from lightning_megatrain.optim.worker import StepWorker
+from lightning_megatrain.policy import OffloadPolicy
+from lightning_megatrain.stream.bind import SiteForward, StreamContext, loose_copies
+from lightning_megatrain.stream.engines import CudaEngine, DirectEngine, EmulatedEngine, Engine, Event
+from lightning_megatrain.stream.landing import GradientLander
+from lightning_megatrain.stream.streamer import LayerStreamer
+from lightning_megatrain.units import Site, find_units
+
+_log = logging.getLogger(__name__)
+
+
+def make_engine(policy: OffloadPolicy, device: torch.device) -> Engine:
+    """The engine that a policy asks for on a device.
+
+    Raises ValueError where they don't go together.
+    """
+    choice = policy.engine
+    if choice == "auto":
+        choice = "direct" if device.type == "cpu" else "cuda"
+    if choice == "cuda":
+        if device.type != "cuda":
+            raise ValueError(f"found device {device}, expected a CPU or a CUDA (ROCm) device; use accelerator='cpu' or 'cuda'")
+        return CudaEngine(device)
+    if device.type != "cpu":
+        raise ValueError(f"offload.engine={choice!r} needs accelerator='cpu', found device {device}; leave engine='auto' on a GPU")
+    if choice == "direct":
+        return DirectEngine()
+    return EmulatedEngine(policy.emulated_h2d_gbps, policy.emulated_d2h_gbps, policy.emulated_jitter_seconds)
+
+
+class MegaTrainEngine:
+    """Takes a module over.
+
+    Args:
+        module: CPU parameters; they stay the same objects, their data moves into the store.
+        policy: all knobs.
+        device: where it computes.
+        bf16: weights become bf16 in the store (Lightning's bf16-true).
+        previous: an earlier engine of the same module, whose store (exact masters) goes on to be used if it still holds all parameters.
+
+    Raises ValueError for unit names that match nothing and for engines that don't go with the device.
+    """
+
+    def __init__(self, module: nn.Module, policy: OffloadPolicy, device: torch.device, *, bf16: bool, previous: MegaTrainEngine | None = None) -> None:
+        self.module = module
+        self.policy = policy
+        self.bf16 = bf16
+        self._open = ExitStack()
+        units, self.sites = find_units(module, policy.units)
+        self.engine = make_engine(policy, device)
+        self._open.callback(self.engine.close)
+        try:
+            pin = device.type == "cuda" if policy.pin_memory == "auto" else bool(policy.pin_memory)
+            self.store = self._take_store(units, previous, pin and device.type == "cuda")
+            self._open.callback(self.store.close)
+            self.kernel = HostKernel()
+            self._open.callback(self.kernel.close)
+            self.worker = StepWorker()
+            self._open.callback(self.worker.close)
+            self.streamer = LayerStreamer(self.engine, self.store, policy.prefetch_depth)
+            self.lander = GradientLander(self.engine, self.store, pin=pin and device.type == "cuda")
+            self._open.callback(self.lander.close)
+            self.steps: list[HostStep] = []
+            blocks = [site for site in self.sites if site.recomputable]
+            self.context = StreamContext(self.streamer, self.lander, self.store, {id(s.module) for s in blocks[: self._recomputed(len(blocks))]}, [])
+            self._install()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_store(self, units: Sequence[Any], previous: MegaTrainEngine | None, pin: bool) -> HostStore:
+        wanted = (self.policy.units, self.policy.master, self.policy.moments, self.bf16)
+        if previous is not None and wanted == (previous.policy.units, previous.policy.master, previous.policy.moments, previous.bf16):
+            store = previous.store
+            if store.holds(self.module.parameters()) and [h.unit.names for h in store] == [u.names for u in units]:
+                store.follow_writes()
+                return store
+        compute = torch.bfloat16 if self.bf16 else None
+        split = self.bf16 and self.policy.master == "split"
+        return HostStore(units, compute_dtype=compute, split=split, moments_dtype=_DTYPES[self.policy.moments], pin=pin)
+
+    def _recomputed(self, blocks: int) -> int:
+        if isinstance(self.policy.recompute, int):
+            return self.policy.recompute
+        return 0 if self.policy.recompute == "none" else blocks
+
+    def _install(self) -> None:
+        for site in self.sites:
+            if site.module is self.module:
+                continue  # its steps are called, not its forward: see `loose_root`
+            if site.loose and self.engine.in_place:
+                continue
+            forward = SiteForward(self.context, site)
+            forward.install()
+            self._open.callback(forward.remove)
+        for inner in self.module.modules():
+            if getattr(inner, "gradient_checkpointing", False) is True:  # units recompute by themselves
+                inner.gradient_checkpointing = False
+                self._open.callback(setattr, inner, "gradient_checkpointing", True)
+            config = getattr(inner, "config", None)
+            if getattr(config, "use_cache", None) is True:  # a cache would be appended to twice
+                config.use_cache = False
+                self._open.callback(setattr, config, "use_cache", True)
+
+    @property
+    def _root_site(self) -> Site | None:
+        return next((site for site in self.sites if site.module is self.module), None)
+
+    @contextmanager
+    def loose_root(self) -> Iterator[None]:
+        """The root's own parameters on the device, for the time of one of its steps."""
+        root = self._root_site
+        if root is None or self.engine.in_place:
+            yield
+        else:
+            with loose_copies(self.context, root):
+                yield
+
+    # steps
+
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Replace the optimizers' `step` until `close`."""
+        for optimizer in optimizers:
+            step = HostStep(optimizer, self.store, self.kernel, fused=self.policy.host_optimizer == "auto", before_update=self.worker.wait)
+            step.install()
+            self._open.callback(step.remove)
+            self.steps.append(step)
+        if any(step.fused for step in self.steps) and not self.kernel.compiled:
+            _log.warning("no compiled kernel was found: the host step runs in torch, slower; install a C++ compiler and reinstall the package")
+
+    def begin(self, kind: str, *, overlap: bool = False, accumulate: bool = False) -> None:
+        """Before a forward: `kind` is "train" or "eval".
+
+        Args:
+            overlap: update each unit as soon as its gradients are final. Needs one optimizer that can step by unit.
+            accumulate: gradients of several batches are added up: in fp32.
+
+        Raises RuntimeError naming a parameter that was replaced or moved since the run began.
+        """
+        replaced = self.store.find_replaced() or self._unbound()
+        if replaced is not None:
+            raise RuntimeError(
+                f"parameter {replaced} was replaced or moved after the strategy had taken it over (resized, .to(), load_state_dict(assign=True)): "
+                "the optimizer would go on with the old one; do this before fit, in configure_model or in setup"
+            )
+        self.store.follow_writes()
+        self.context.open_calls.clear()
+        self.streamer.begin(kind)
+        if kind == "train":
+            self._set_gradient_dtype(accumulate)
+            self.lander.on_ready = self._update_unit if overlap else None
+
+    def _unbound(self) -> str | None:
+        for site in self.sites:
+            for owner, attribute, unit, position in site.slots:
+                place = self.store.units[unit].parameters[position]
+                if owner._parameters.get(attribute) is not place.parameter:
+                    return place.name
+        return None
+
+    def _set_gradient_dtype(self, accumulate: bool) -> None:
+        wanted = self.policy.grad_dtype
+        fp32 = wanted == "fp32" or (wanted == "auto" and accumulate)
+        for host in self.store:
+            for place in host.parameters:
+                dtype = torch.float32 if fp32 and place.dtype == torch.bfloat16 else place.dtype
+                if place.parameter.grad_dtype != dtype:
+                    held, place.parameter.grad = place.parameter.grad, None
+                    place.parameter.grad_dtype = dtype
+                    place.parameter.grad = None if held is None else held.to(dtype)
+
+    def _update_unit(self, host: HostUnit, ready: list[tuple[HostParameter, Tensor]], landed: Event | None) -> None:
+        (step,) = self.steps
+        pairs: list[tuple[Tensor, Tensor]] = [(place.parameter, gradient) for place, gradient in ready]
+        held = sum(gradient.numel() * gradient.element_size() for _, gradient in pairs)
+        self.store.overlapped_bytes = max(self.store.overlapped_bytes, held)
+        if self.engine.in_place or not step.fused:
+            # the device is the CPU: another thread would take its cores; and torch's own step is not run beside the user's code
+            if landed is not None:
+                landed.wait()
+            step.update(pairs)
+        else:
+            self.worker.submit(partial(_update_after, step, pairs, landed))
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes by kind, as held now."""
+        return MemoryReport.measure(self.store, device_slots=self.streamer.pool.nbytes, slabs=self.lander.slab_bytes, steps=self.steps)
+
+    def close(self) -> None:
+        """Wait for updates, end all threads, and give module and optimizers back as they were. Idempotent."""
+        self._open.close()
+
+
+def _update_after(step: HostStep, pairs: list[tuple[Tensor, Tensor]], landed: Event | None) -> None:
+    if landed is not None:
+        landed.wait()
+    step.update(pairs)
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -1,0 +1,1 @@
+"""Measured: memory and throughput."""

@@ -1,0 +1,60 @@
+"""When the host updates weights: what `optimizer_step="auto"` chooses, and why not the other.
+
+An update that overlaps backward leaves no gradient behind, so nothing may want all gradients at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_megatrain.optim.host_step import HostStep
+
+_MODULE_HOOKS = (
+    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping",
+    "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step",
+)  # fmt: skip
+_CALLBACK_HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
+
+
+def accumulates(trainer: Any, module: Any) -> bool:
+    """Whether gradients of several batches may be added up before a step."""
+    return not module.automatic_optimization or trainer.accumulate_grad_batches != 1
+
+
+def reason_against_overlap(trainer: Any, module: Any, steps: Sequence[HostStep], module_class: type, callback_class: type) -> str | None:
+    """Why units may not be updated during backward in the present step, or None if they may.
+
+    Args:
+        trainer, module: Lightning's.
+        steps: the run's optimizers; empty before they are made.
+        module_class, callback_class: Lightning's base classes, whose hooks do nothing.
+    """
+    if not module.automatic_optimization:
+        return "the module optimizes manually"
+    if trainer.accumulate_grad_batches != 1:
+        return f"gradients are accumulated over {trainer.accumulate_grad_batches} batches"
+    if trainer.gradient_clip_val:
+        return "gradient clipping needs all gradients"
+    if getattr(trainer, "_detect_anomaly", False):
+        return "anomaly detection reads gradients"
+    for hook in _MODULE_HOOKS:
+        if _overrides(module, hook, module_class):
+            return f"{type(module).__name__}.{hook} may read gradients"
+    for callback in trainer.callbacks:
+        for hook in _CALLBACK_HOOKS:
+            if _overrides(callback, hook, callback_class):
+                return f"{type(callback).__name__}.{hook} may read gradients"
+    if len(steps) > 1:
+        return "there are several optimizers"
+    for step in steps:
+        if not step.by_unit:
+            return f"{type(step.optimizer).__name__} may need all gradients"
+        if step.optimizer._optimizer_step_pre_hooks or step.optimizer._optimizer_step_post_hooks:
+            return "the optimizer has step hooks"
+    return None
+
+
+def _overrides(instance: Any, name: str, base: type) -> bool:
+    own = getattr(instance, name, None)
+    return own is not None and getattr(own, "__func__", own) is not getattr(base, name, None)

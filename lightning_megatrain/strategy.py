@@ -1,0 +1,290 @@
+"""`MegaTrainStrategy`: Lightning's hooks, translated to the engine.
+
+Works with `lightning` and with its twin `pytorch_lightning`: the overrides are one mixin over each package's `SingleDeviceStrategy`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import lightning_utilities.core.rank_zero as rank_zero
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from torch import Tensor, nn
+
+from lightning_megatrain.engine import MegaTrainEngine
+from lightning_megatrain.monitor.memory import MemoryReport
+from lightning_megatrain.optim.state import load_state_exactly
+from lightning_megatrain.planning.plan import PRECISIONS, TrainingPlan, plan
+from lightning_megatrain.planning.preflight import check_host_memory
+from lightning_megatrain.policy import OffloadPolicy
+from lightning_megatrain.step_mode import accumulates, reason_against_overlap
+
+_log = logging.getLogger(__name__)
+NAME = "megatrain"
+
+
+class _MegaTrain:
+    """The overrides, in the order in which the trainer calls them."""
+
+    strategy_name = NAME
+    _package = "lightning.pytorch"
+
+    def __init__(
+        self,
+        offload: OffloadPolicy | Mapping[str, Any] | None = None,
+        *,
+        state_dict_type: str = "full",
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(f"state_dict_type: found {state_dict_type!r}, expected 'full' or 'sharded'")
+        self.offload = OffloadPolicy.of(offload)
+        _refuse_unfinished(self.offload, state_dict_type)
+        self._engine: MegaTrainEngine | None = None
+        self._said: str | None = None
+        self._parallel_devices: list[torch.device] = []
+        super().__init__(device="cpu", accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)  # type: ignore[call-arg]
+
+    # what the accelerator connector sets
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices that the trainer was given; one."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        devices = list(devices or [])
+        if len(devices) > 1:
+            raise ValueError(f"strategy='{NAME}' trains on one device, found {len(devices)}; set Trainer(devices=1)")
+        self._parallel_devices = devices
+        if devices:
+            self._root_device = devices[0]
+
+    @property
+    def precision_plugin(self) -> Any:
+        return super().precision_plugin  # type: ignore[misc]
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None:
+            _refuse_precision(_asked_precision() or plugin.precision)
+        super(_MegaTrain, type(self)).precision_plugin.fset(self, plugin)  # type: ignore[attr-defined]
+
+    # set up
+
+    def setup(self, trainer: Any) -> None:
+        """Take the module over: preflight, host store, streams, and the host's step in place of the optimizers'."""
+        fitting = trainer.state.fn == "fit"
+        self.accelerator.setup(trainer)
+        precision = self.precision_plugin.precision
+        if precision != "bf16-true":  # that plugin would round the weights before the store has their exact values
+            self.model = self.precision_plugin.convert_module(self.model)
+        module = self.lightning_module
+        overlap = self._overlap(trainer, module, []) if fitting else False
+        self._check_memory(module, precision, "none", overlap)
+        previous, self._engine = self._engine, None
+        self._engine = MegaTrainEngine(module, self.offload, self.root_device, bf16=precision == "bf16-true", previous=previous)
+        self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+            self._check_memory(module, precision, _optimizer_kind(self.optimizers), overlap)
+            self._engine.take_optimizers([o for o in self.optimizers if isinstance(o, torch.optim.Optimizer)])
+            self._overlap(trainer, module, self._engine.steps)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Parameters stay on the CPU; buffers and modules without parameters (metrics) move."""
+        device = self.root_device
+        for module in self.lightning_module.modules():
+            if hasattr(module, "_device") and hasattr(module, "_dtype") and isinstance(module, nn.Module):
+                # what Lightning's own `.to` would set, which would also move the parameters
+                module._device = device
+                if self.precision_plugin.precision == "bf16-true":
+                    module._dtype = torch.bfloat16
+            if device.type != "cpu":
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(device)
+                if not any(True for _ in module.parameters()) and hasattr(module, "_defaults"):  # torchmetrics
+                    module.to(device)
+
+    def plan(self, module: nn.Module, precision: str, *, optimizer: str = "adamw", overlap: bool | None = None) -> TrainingPlan:
+        """What training this module under this strategy will hold."""
+        return plan(module, precision, optimizer, self.offload, overlap=overlap)
+
+    def preflight(self, module: nn.Module, *, optimizer: str = "adamw") -> None:
+        """Raise MemoryError if a module, also one on the meta device, will not fit. For `configure_model`, before real weights are made."""
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        overlap = self._overlap(trainer, self.lightning_module, []) if trainer is not None else None
+        self._check_memory(module, self.precision_plugin.precision, optimizer, overlap)
+
+    def _check_memory(self, module: nn.Module, precision: str, optimizer: str, overlap: bool | None) -> None:
+        check_host_memory(module, self.plan(module, precision, optimizer=optimizer, overlap=overlap), optimizer)
+
+    def _overlap(self, trainer: Any, module: Any, steps: Any) -> bool:
+        """Whether units are updated during backward in the present step; says so when that changes."""
+        wanted = self.offload.optimizer_step
+        package = importlib.import_module(self._package)
+        against = reason_against_overlap(trainer, module, steps, package.LightningModule, package.Callback)
+        if wanted == "overlap_backward" and against is not None:
+            raise ValueError(f"offload.optimizer_step='overlap_backward' leaves no gradient behind, but {against}; set offload.optimizer_step=auto or after_backward")
+        overlap = wanted != "after_backward" and against is None
+        line = "updates overlap backward" if overlap else f"updates after backward: {against or 'as set'}"
+        if steps and line != self._said:
+            self._said = line
+            _log.info(f"megatrain: {line}")
+        return overlap
+
+    # steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        engine, module = self._running, self.lightning_module
+        engine.begin("train", overlap=self._overlap(module.trainer, module, engine.steps), accumulate=accumulates(module.trainer, module))
+        with engine.loose_root():
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._running.begin("eval")
+        with self._running.loose_root():
+            return super().validation_step(*args, **kwargs)  # type: ignore[misc]
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._running.begin("eval")
+        with self._running.loose_root():
+            return super().test_step(*args, **kwargs)  # type: ignore[misc]
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._running.begin("eval")
+        with self._running.loose_root():
+            return super().predict_step(*args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _running(self) -> MegaTrainEngine:
+        if self._engine is None:
+            raise RuntimeError("the strategy holds no module yet; call this during or after fit, validate, test or predict")
+        return self._engine
+
+    # checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with exact fp32 masters where weights are split, so that it resumes to the bit."""
+        state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
+        if self._engine is not None:
+            split = {id(place.weight): place for host in self._engine.store for place in host.parameters if place.trail is not None}
+            by_address = {place.weight.data_ptr(): place for place in split.values()}
+            for name, value in state.items():
+                place = by_address.get(value.data_ptr()) if isinstance(value, Tensor) else None
+                if place is not None and value.shape == place.weight.shape:
+                    state[name] = place.master()
+        return state
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Optimizer state stays on the host, in its own dtype."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_state_exactly(optimizer, state)
+
+    # measured
+
+    def master_state_dict(self) -> dict[str, Tensor]:
+        """Exact weights by parameter name: fp32 copies on the CPU, also under bf16-true."""
+        self._running.store.follow_writes()
+        return self._running.store.masters()
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes by kind as measured."""
+        return self._running.memory_report()
+
+    def teardown(self) -> None:
+        """Give the module back as an ordinary CPU module; the store stays, for `master_state_dict` and a next fit."""
+        if self._engine is not None:
+            self._engine.close()
+        super().teardown()  # type: ignore[misc]
+
+
+class MegaTrainStrategy(_MegaTrain, SingleDeviceStrategy):  # type: ignore[misc]
+    """Trains models larger than the device: parameters, gradients and optimizer state in host memory, layers streamed.
+
+    Args:
+        offload: an `OffloadPolicy`, a dict of its fields, or None for defaults that suit most runs.
+        state_dict_type: `"full"`: one file, interchangeable with `strategy="auto"`.
+        accelerator, checkpoint_io, precision_plugin: as in Lightning's strategies.
+
+    Raises TypeError or ValueError for unknown or wrong settings, when it is made.
+    """
+
+
+def twin_strategy() -> type | None:
+    """The same strategy for `pytorch_lightning`, or None if that package is not installed."""
+    if importlib.util.find_spec("pytorch_lightning") is None:
+        return None
+    package = importlib.import_module("pytorch_lightning.strategies")
+    body = {"__doc__": MegaTrainStrategy.__doc__, "_package": "pytorch_lightning", "__module__": __name__}
+    return type("TwinMegaTrainStrategy", (_MegaTrain, package.SingleDeviceStrategy), body)
+
+
+def register() -> None:
+    """Make `strategy="megatrain"` known to both packages."""
+    StrategyRegistry.register(NAME, MegaTrainStrategy, description="parameters in host memory, streamed through one device", override=True)
+    log = getattr(rank_zero, "log", None)
+    twin = twin_strategy()
+    if log is not None:
+        rank_zero.log = log  # importing the twin points Lightning's shared logger at itself
+    if twin is not None:
+        registry = importlib.import_module("pytorch_lightning.strategies").StrategyRegistry
+        registry.register(NAME, twin, description="parameters in host memory, streamed through one device", override=True)
+
+
+def _refuse_precision(precision: Any) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"strategy='{NAME}' does not train in precision={str(precision)!r}: fp16 needs loss scaling and 8-bit weights have no exact master; use 'bf16-true' (exact fp32 master), 'bf16-mixed' or '32-true'"
+        )
+
+
+def _asked_precision() -> str | None:
+    """The precision that the user asked the trainer for.
+
+    On a CPU Lightning (2.6) silently turns '16-mixed' into 'bf16-mixed' before the strategy hears of it; the connector that calls the setter still has
+    the user's word among its arguments.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and "_precision_flag" in getattr(frame.f_locals.get("self"), "__dict__", {}):
+            asked = frame.f_locals.get("precision")
+            return {"16": "16-mixed", 16: "16-mixed"}.get(asked, asked) if asked in ("16", 16, "16-mixed") else None
+        frame = frame.f_back
+    return None
+
+
+def _optimizer_kind(optimizers: list[Any]) -> str:
+    """What the plan counts: the largest state among the optimizers."""
+    kinds = {"SGD": "sgd", "RMSprop": "sgd", "Adagrad": "sgd", "Adafactor": "none", "_MockOptimizer": "none"}
+    found = [kinds.get(type(optimizer).__name__, "adamw") for optimizer in optimizers]
+    return max(found, key=("none", "sgd", "adamw").index, default="none")
+
+
+def _refuse_unfinished(policy: OffloadPolicy, state_dict_type: str) -> None:
+    """Settings that the design names and this version does not have yet."""
+    asked = {
+        "optimizer_step='overlap_forward'": policy.optimizer_step == "overlap_forward",
+        "activations='host'": policy.activations == "host",
+        "rows_per_pass": policy.rows_per_pass != "all",
+        "storage": policy.storage != "ram",
+        "embedding='host'": policy.embedding == "host",
+        "resident": policy.resident not in ("auto", 0),
+        "state_dict_type='sharded'": state_dict_type == "sharded",
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            raise ValueError(f"{name} is not in this version yet; leave it at its default (see CHANGELOG.md)")
+
+
+__all__ = ["MegaTrainStrategy", "register", "twin_strategy"]

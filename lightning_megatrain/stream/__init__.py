@@ -1,0 +1,1 @@
+"""Streaming: engines, device slots, the streamer, binding of weights, landing of gradients."""
