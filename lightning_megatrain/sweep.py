@@ -10,9 +10,9 @@ from typing import Any
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.table import Table
 
+from lightning_megatrain.monitor.console import make_console
 from lightning_megatrain.monitor.memory import human_bytes
 from lightning_megatrain.training import METRICS_FILE
 
@@ -29,7 +29,7 @@ class SweepTable(Callback):
     """Collects the `result.json` of each job of a sweep."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[str, dict[str, float]]] = []
+        self._rows: list[tuple[list[str], dict[str, float]]] = []
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         hydra = job_return.hydra_cfg
@@ -37,15 +37,18 @@ class SweepTable(Callback):
             return
         result = Path(hydra.hydra.runtime.output_dir) / METRICS_FILE
         values = json.loads(result.read_text()) if result.is_file() else {}
-        self._rows.append((hydra.hydra.job.override_dirname, values))
+        self._rows.append((list(hydra.hydra.overrides.task), values))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         if not self._rows:
             return
+        # what all jobs share says nothing
+        shared = set.intersection(*(set(overrides) for overrides, _ in self._rows)) if len(self._rows) > 1 else set()
+        named = [(", ".join(o for o in overrides if o not in shared) or "default", values) for overrides, values in self._rows]
         table = Table("setting", *(title for title, _ in _COLUMNS.values()))
-        for name, values in self._rows:
+        for name, values in named:
             table.add_row(name, *(show(values[key]) if key in values else "failed" for key, (_, show) in _COLUMNS.items()))
-        console = Console()
+        console = make_console()
         console.print()
         console.print(table)
         path = Path(config.hydra.sweep.dir).absolute() / "sweep.csv"
@@ -53,5 +56,5 @@ class SweepTable(Callback):
         with path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["setting", *_COLUMNS])
-            writer.writerows([name, *(values.get(key, "") for key in _COLUMNS)] for name, values in self._rows)
+            writer.writerows([name, *(values.get(key, "") for key in _COLUMNS)] for name, values in named)
         console.print(f"table: {path}")

