@@ -24,26 +24,26 @@ OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 SCALARS = AdamScalars(1e-4, 0.9, 0.999, 1e-8, 0.1, True, 3)
 
 
-def plane(count: int, dtype: torch.dtype) -> Tensor:
-    return HostBuffer(count * dtype.itemsize).tensor(0, dtype, (count,))
+def plane(count: int, dtype: torch.dtype, lane: int) -> Tensor:
+    """Memory as the store allocates it. The peers' is torch's own, as in their use."""
+    return HostBuffer(count * dtype.itemsize, lane=lane).tensor(0, dtype, (count,))
 
 
 def candidates(count: int, kernel: HostKernel) -> dict[str, Callable[[], object]]:
     """One step of each; every candidate has its own state, as it would in use."""
-    gradient = plane(count, torch.bfloat16).normal_()
-    gradient32 = plane(count, torch.float32)
-    gradient32.copy_(gradient)
-    moved = plane(count * 13, torch.uint8).zero_()  # read and written: 26 bytes a parameter
-    split = AdamSegment(plane(count, torch.bfloat16).normal_(), plane(count, torch.int16), gradient, plane(count, torch.float32), plane(count, torch.float32), SCALARS)
-    whole = AdamSegment(plane(count, torch.float32).normal_(), None, gradient32, plane(count, torch.float32), plane(count, torch.float32), SCALARS)
+    gradient, gradient32 = plane(count, torch.bfloat16, 4).normal_(), plane(count, torch.float32, 4).normal_()
+    moved = plane(count * 13, torch.uint8, 0).zero_()  # read and written: 26 bytes a parameter
+    moments = [plane(count, torch.float32, lane) for lane in (2, 3, 2, 3)]
+    split = AdamSegment(plane(count, torch.bfloat16, 0).normal_(), plane(count, torch.int16, 1), gradient, moments[0], moments[1], SCALARS)
+    whole = AdamSegment(plane(count, torch.float32, 0).normal_(), None, gradient32, moments[2], moments[3], SCALARS)
     found: dict[str, Callable[[], object]] = {
         "read-modify-write (floor)": lambda: kernel.read_modify_write(moved),
         "HostAdamW, split master": lambda: kernel.adam([split]),
         "HostAdamW, fp32": lambda: kernel.adam([whole]),
     }
-    fused = torch.nn.Parameter(plane(count, torch.float32).normal_())
-    fused.grad = gradient32.clone()
-    low = plane(count, torch.bfloat16)
+    fused = torch.nn.Parameter(torch.randn(count))
+    fused.grad = torch.empty(count)
+    low = torch.empty(count, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW([fused], fused=True, **OPTIONS)
 
     def torch_step() -> None:
@@ -63,13 +63,13 @@ def deepspeed_step(count: int, gradient: Tensor) -> Callable[[], object] | None:
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        master = torch.nn.Parameter(plane(count, torch.float32).normal_())
+        master = torch.nn.Parameter(torch.randn(count))
         master.grad = torch.empty_like(master)
         optimizer = DeepSpeedCPUAdam([master], **OPTIONS)
     except Exception as error:  # not installed, no ninja, no compiler: the table says so
         print(f"DeepSpeedCPUAdam is left out: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None
-    low = plane(count, torch.bfloat16)
+    low = torch.empty(count, dtype=torch.bfloat16)
 
     def step() -> None:
         master.grad.copy_(gradient)
@@ -104,7 +104,11 @@ def main() -> None:
         figures[name] = {"milliseconds": statistics.median(values) * 1000, "of_the_floors_rate": of_floor, "times_ours": against}
         rows.append([name, f"{statistics.median(values) * 1000:.0f} ms", f"{of_floor:.2f}", f"{against:.2f}"])
     rate = 26 * count / statistics.median(floor) / 1e9
-    show(f"one AdamW step of {options.millions}M parameters, {kernel.threads} threads, floor {rate:.1f} GB/s", ["", "median", "of the floor's rate", "times ours"], rows)
+    show(
+        f"one AdamW step of {options.millions}M parameters, {kernel.threads} threads, floor {rate:.1f} GB/s",
+        ["", "median", "of the floor's rate", "times ours"],
+        rows,
+    )
     save("optimizer", {"parameters": count, "threads": kernel.threads, "floor_gbps": rate, "median_of_rounds": options.rounds, "steps": figures})
 
 

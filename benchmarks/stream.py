@@ -51,7 +51,7 @@ def resident() -> int:
 
 
 def lightning_steps(system: str, layers: int) -> Iterator[Callable[[], None]]:
-    """Lightning is turned inside out: its loader waits for the parent's word, so a batch is a step."""
+    """A callback waits for the parent's word before each batch, outside of what is timed."""
     import lightning as L
     import torch
 
@@ -71,15 +71,15 @@ def lightning_steps(system: str, layers: int) -> Iterator[Callable[[], None]]:
         def configure_optimizers(self):  # type: ignore[no-untyped-def]
             return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
-    class Asked(torch.utils.data.IterableDataset):
+    class Endless(torch.utils.data.IterableDataset):
         def __iter__(self):  # type: ignore[no-untyped-def]
             generator = torch.Generator().manual_seed(1)
             while True:
-                wait_for_the_word()
                 yield torch.randint(0, 49152, (1, 512), generator=generator)
 
     class Answer(L.Callback):
         def on_train_batch_start(self, *_):  # type: ignore[no-untyped-def]
+            wait_for_the_word()
             self.start = time.perf_counter()
 
         def on_train_batch_end(self, *_):  # type: ignore[no-untyped-def]
@@ -88,7 +88,7 @@ def lightning_steps(system: str, layers: int) -> Iterator[Callable[[], None]]:
     strategy = {"megatrain": "megatrain", "megatrain-emulated": mt.MegaTrainStrategy(offload={"engine": "emulated"})}.get(system, "auto")
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=10**6, logger=False, enable_checkpointing=False, enable_progress_bar=False,
                         enable_model_summary=False, callbacks=[Answer()])  # fmt: skip
-    trainer.fit(Model(), torch.utils.data.DataLoader(Asked(), batch_size=None))
+    trainer.fit(Model(), torch.utils.data.DataLoader(Endless(), batch_size=None))
     return iter(())
 
 
@@ -96,7 +96,9 @@ def loop_step(system: str, layers: int) -> Callable[[], None]:
     """FSDP2 and DeepSpeed in a plain loop."""
     import torch
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT={"fsdp2": "29611", "deepspeed": "29612"}[system], RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT={"fsdp2": "29611", "deepspeed": "29612"}[system], RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu"
+    )
     generator = torch.Generator().manual_seed(1)
     model = build(layers)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -191,7 +193,8 @@ class System:
         self.name = name
 
     def ask(self, word: str) -> dict[str, float]:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
@@ -238,7 +241,9 @@ def main() -> None:
         ratio = statistics.median(s / b for s, b in zip(seconds[name], seconds[BASE], strict=True)) if BASE in seconds else float("nan")
         figures[name] = {"seconds": statistics.median(seconds[name]), "times_checkpointing": ratio, "bytes_a_parameter": memory["resident"] / count,
                          "peak_bytes_a_parameter": memory["peak"] / count}  # fmt: skip
-        rows.append([SYSTEMS[name], f"{statistics.median(seconds[name]):.2f} s", f"{ratio:.2f}", f"{memory['resident'] / count:.1f}", f"{memory['peak'] / count:.1f}"])
+        rows.append(
+            [SYSTEMS[name], f"{statistics.median(seconds[name]):.2f} s", f"{ratio:.2f}", f"{memory['resident'] / count:.1f}", f"{memory['peak'] / count:.1f}"]
+        )
     show(f"one step, {count / 1e6:.1f}M parameters, 1 x 512 tokens, fp32", ["", "median", "times plain + checkpointing", "bytes a parameter", "peak"], rows)
     save("stream", {"parameters": count, "rounds": options.rounds, "systems": figures})
 

@@ -1,7 +1,7 @@
 """`megatrain`: the console script. Each command takes the same Hydra overrides as train.py, and works from any folder.
 
-    megatrain train model=tiny_llama trainer.max_steps=50
-    megatrain plan model=llama70b precision=bf16
+megatrain train model=tiny_llama trainer.max_steps=50
+megatrain plan model=llama70b precision=bf16
 """
 
 from __future__ import annotations

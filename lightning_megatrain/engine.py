@@ -122,9 +122,9 @@ class MegaTrainEngine:
             self._open.callback(forward.remove)
         for inner in self.module.modules():
             if getattr(inner, "gradient_checkpointing", False) is True:  # units recompute by themselves
-                inner.gradient_checkpointing = False
+                setattr(inner, "gradient_checkpointing", False)  # noqa: B010
                 self._open.callback(setattr, inner, "gradient_checkpointing", True)
-            config = getattr(inner, "config", None)
+            config: Any = getattr(inner, "config", None)
             if getattr(config, "use_cache", None) is True:  # a cache would be appended to twice
                 config.use_cache = False
                 self._open.callback(setattr, config, "use_cache", True)

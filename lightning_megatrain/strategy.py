@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning_utilities.core.rank_zero as rank_zero
 import torch
@@ -29,7 +29,13 @@ _log = logging.getLogger(__name__)
 NAME = "megatrain"
 
 
-class _MegaTrain:
+if TYPE_CHECKING:
+    _Base = SingleDeviceStrategy
+else:
+    _Base = object  # the twin package has a base class of its own
+
+
+class _MegaTrain(_Base):
     """The overrides, in the order in which the trainer calls them."""
 
     strategy_name = NAME
@@ -84,11 +90,12 @@ class _MegaTrain:
     def setup(self, trainer: Any) -> None:
         """Take the module over: preflight, host store, streams, and the host's step in place of the optimizers'."""
         fitting = trainer.state.fn == "fit"
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
         precision = self.precision_plugin.precision
         if precision != "bf16-true":  # that plugin would round the weights before the store has their exact values
             self.model = self.precision_plugin.convert_module(self.model)
-        module = self.lightning_module
+        module = self._module
         overlap = self._overlap(trainer, module, []) if fitting else False
         self._check_memory(module, precision, "none", overlap)
         previous, self._engine = self._engine, None
@@ -104,12 +111,12 @@ class _MegaTrain:
     def model_to_device(self) -> None:
         """Parameters stay on the CPU; buffers and modules without parameters (metrics) move."""
         device = self.root_device
-        for module in self.lightning_module.modules():
+        for module in self._module.modules():
             if hasattr(module, "_device") and hasattr(module, "_dtype") and isinstance(module, nn.Module):
                 # what Lightning's own `.to` would set, which would also move the parameters
-                module._device = device
+                setattr(module, "_device", device)  # noqa: B010
                 if self.precision_plugin.precision == "bf16-true":
-                    module._dtype = torch.bfloat16
+                    setattr(module, "_dtype", torch.bfloat16)  # noqa: B010
             if device.type != "cpu":
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else buffer.to(device)
@@ -135,7 +142,9 @@ class _MegaTrain:
         package = importlib.import_module(self._package)
         against = reason_against_overlap(trainer, module, steps, package.LightningModule, package.Callback)
         if wanted == "overlap_backward" and against is not None:
-            raise ValueError(f"offload.optimizer_step='overlap_backward' leaves no gradient behind, but {against}; set offload.optimizer_step=auto or after_backward")
+            raise ValueError(
+                f"offload.optimizer_step='overlap_backward' leaves no gradient behind, but {against}; set offload.optimizer_step=auto or after_backward"
+            )
         overlap = wanted != "after_backward" and against is None
         line = "updates overlap backward" if overlap else f"updates after backward: {against or 'as set'}"
         if steps and line != self._said:
@@ -146,7 +155,7 @@ class _MegaTrain:
     # steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        engine, module = self._running, self.lightning_module
+        engine, module = self._running, self._module
         engine.begin("train", overlap=self._overlap(module.trainer, module, engine.steps), accumulate=accumulates(module.trainer, module))
         with engine.loose_root():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
@@ -165,6 +174,10 @@ class _MegaTrain:
         self._running.begin("eval")
         with self._running.loose_root():
             return super().predict_step(*args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _module(self) -> Any:
+        return self.lightning_module
 
     @property
     def _running(self) -> MegaTrainEngine:
@@ -209,7 +222,7 @@ class _MegaTrain:
         super().teardown()  # type: ignore[misc]
 
 
-class MegaTrainStrategy(_MegaTrain, SingleDeviceStrategy):  # type: ignore[misc]
+class MegaTrainStrategy(_MegaTrain, SingleDeviceStrategy):
     """Trains models larger than the device: parameters, gradients and optimizer state in host memory, layers streamed.
 
     Args:
@@ -245,7 +258,8 @@ def register() -> None:
 def _refuse_precision(precision: Any) -> None:
     if precision not in PRECISIONS:
         raise ValueError(
-            f"strategy='{NAME}' does not train in precision={str(precision)!r}: fp16 needs loss scaling and 8-bit weights have no exact master; use 'bf16-true' (exact fp32 master), 'bf16-mixed' or '32-true'"
+            f"strategy='{NAME}' does not train in precision={str(precision)!r}: fp16 needs loss scaling and 8-bit weights have no exact master; "
+            "use 'bf16-true' (exact fp32 master), 'bf16-mixed' or '32-true'"
         )
 
 

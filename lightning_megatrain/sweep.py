@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from lightning_megatrain.monitor.console import make_console
 from lightning_megatrain.monitor.memory import human_bytes
 from lightning_megatrain.training import METRICS_FILE
 
-_COLUMNS = {
+_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("step", lambda v: f"{v * 1000:.0f} ms"),
     "tokens_per_second": ("tokens/s", lambda v: f"{v:,.0f}"),
     "host_bytes_per_parameter": ("host bytes a parameter", lambda v: f"{v:.2f}"),
-    "device_bytes": ("device", lambda v: human_bytes(v)),
+    "device_bytes": ("device", human_bytes),
     "val_loss": ("held-out loss", lambda v: f"{v:.4f}"),
 }
 

@@ -42,10 +42,17 @@ def train(config: DictConfig) -> dict[str, float]:
     callbacks: list[L.Callback] = [meter, TQDMProgressBar(refresh_rate=config.progress_every)]
     if config.trainer.enable_checkpointing:
         every = config.checkpoint_every or max(config.trainer.max_steps, 0) or None
-        callbacks.append(ModelCheckpoint(dirpath=folder / "checkpoints", filename="step{step}", auto_insert_metric_name=False, save_top_k=-1, every_n_train_steps=every))
+        callbacks.append(
+            ModelCheckpoint(dirpath=folder / "checkpoints", filename="step{step}", auto_insert_metric_name=False, save_top_k=-1, every_n_train_steps=every)
+        )
     strategy = instantiate(config.strategy, _convert_="all") if config.strategy is not None else "auto"
     trainer = instantiate(
-        config.trainer, _convert_="all", callbacks=callbacks, logger=instantiate(config.logger, _convert_="all") or False, strategy=strategy, default_root_dir=folder
+        config.trainer,
+        _convert_="all",
+        callbacks=callbacks,
+        logger=instantiate(config.logger, _convert_="all") or False,
+        strategy=strategy,
+        default_root_dir=folder,
     )
     before = None
     if config.validate_first:
@@ -131,5 +138,11 @@ def _quiet() -> None:
     """Lightning's and transformers' advice on things that this run decides itself."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for message in (".*does not have many workers.*", ".*Checkpoint directory .* exists and is not empty.*", ".*LeafSpec.*", ".*GPU available but not used.*", ".*limit_val_batches.*"):
+    for message in (
+        ".*does not have many workers.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*LeafSpec.*",
+        ".*GPU available but not used.*",
+        ".*limit_val_batches.*",
+    ):
         warnings.filterwarnings("ignore", message)

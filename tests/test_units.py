@@ -7,7 +7,7 @@ from tests.conftest import stack, tiny_llama
 
 
 def names(module, classes="auto"):
-    units, sites = find_units(module, classes)
+    units, _sites = find_units(module, classes)
     found = [id(p) for unit in units for p in unit.parameters]
     assert len(found) == len(set(found))
     assert set(found) == {id(p) for p in module.parameters()}, "every parameter is in exactly one unit"

@@ -66,7 +66,9 @@ class InstructData(L.LightningDataModule):
             held = list(_read(self.validation_path, self._prompt_key, self._response_key))[: self._validation_rows]
         else:
             if len(rows) <= self._validation_rows:
-                raise ValueError(f"data: {self.path} has {len(rows)} rows, no more than data.validation_rows={self._validation_rows}; set fewer or give data.validation_path")
+                raise ValueError(
+                    f"data: {self.path} has {len(rows)} rows, no more than data.validation_rows={self._validation_rows}; set fewer or give data.validation_path"
+                )
             rows, held = rows[: -self._validation_rows], rows[-self._validation_rows :]
         self._train = self._encode(rows, self.path)
         self._validation = self._encode(held, self.validation_path or self.path)
@@ -83,7 +85,9 @@ class InstructData(L.LightningDataModule):
                 continue
             encoded.append(row)
         if cut or empty:
-            _log.warning(f"{path}: {cut} of {len(rows)} rows were cut to data.max_tokens={self._max_tokens} tokens, {empty} of them left out since no response was left")
+            _log.warning(
+                f"{path}: {cut} of {len(rows)} rows were cut to data.max_tokens={self._max_tokens} tokens, {empty} of them left out since no response was left"
+            )
         if not encoded:
             raise ValueError(f"data: no row of {path} can be used; see data.max_tokens, data.prompt_key and data.response_key")
         return encoded
@@ -146,5 +150,7 @@ def _read(path: str, prompt_key: str, response_key: str) -> Iterator[tuple[str, 
             missing = [key for key in (prompt_key, response_key) if not isinstance(row, dict) or not isinstance(row.get(key), str)]
             if missing:
                 keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-                raise ValueError(f"{file}:{number}: found {keys}, expected a text under {' and '.join(map(repr, missing))}; set data.prompt_key and data.response_key")
+                raise ValueError(
+                    f"{file}:{number}: found {keys}, expected a text under {' and '.join(map(repr, missing))}; set data.prompt_key and data.response_key"
+                )
             yield row[prompt_key], row[response_key]

@@ -98,7 +98,8 @@ class TextData(L.LightningDataModule):
             self._validation = torch.tensor([t for row in ids[-count:] for t in (*row, end)])
         if len(self._validation) < self._tokens_per_row:
             raise ValueError(
-                f"data: the text under {self.path} has {sum(lengths)} tokens, too few for a held-out row of {self._tokens_per_row}; give more text or set data.tokens_per_row"
+                f"data: the text under {self.path} has {sum(lengths)} tokens, too few for a held-out row of {self._tokens_per_row}; "
+                "give more text or set data.tokens_per_row"
             )
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -111,7 +112,8 @@ class TextData(L.LightningDataModule):
 
     def unigram_perplexity(self) -> float:
         """Perplexity on the held-out rows of a model that knows token frequencies only (add-one smoothing)."""
-        assert self._train is not None and self._validation is not None
+        assert self._train is not None
+        assert self._validation is not None
         counts = torch.bincount(self._train, minlength=len(self.tokenizer)).double() + 1
         rows = self._validation[: len(self._validation) // self._tokens_per_row * self._tokens_per_row].view(-1, self._tokens_per_row)
         return math.exp(-float((counts / counts.sum()).log()[rows[:, 1:].flatten()].mean()))

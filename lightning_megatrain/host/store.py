@@ -108,14 +108,16 @@ class HostStore:
     def _adopt(self, unit: StreamUnit, compute_dtype: torch.dtype | None, split: bool) -> HostUnit:
         meta = [name for name, p in zip(unit.names, unit.parameters, strict=True) if p.is_meta]
         if meta:
-            raise ValueError(f"parameter {meta[0]} is on the meta device, expected real values; fill the module in configure_model before the strategy takes it")
+            raise ValueError(
+                f"parameter {meta[0]} is on the meta device, expected real values; fill the module in configure_model before the strategy takes it"
+            )
         dtypes = [compute_dtype if compute_dtype is not None and p.dtype in (torch.float32, torch.float64, torch.float16) else p.dtype for p in unit.parameters]
         offsets, element_offsets, nbytes, elements = _layout(unit.parameters, dtypes)
         weights = HostBuffer(nbytes, pin=self._pin)
         was_split = [split and d == torch.bfloat16 and p.dtype == torch.float32 for d, p in zip(dtypes, unit.parameters, strict=True)]
         # a bf16 weight in a bf16 run has a master too: it starts with an empty trail
         was_split = [w or (split and d == torch.bfloat16) for w, d in zip(was_split, dtypes, strict=True)]
-        trail = HostBuffer(2 * elements) if any(was_split) else None
+        trail = HostBuffer(2 * elements, lane=1) if any(was_split) else None
         host = HostUnit(unit, [], weights, elements, trail)
         for p, name, dtype, at, element, has_trail in zip(unit.parameters, unit.names, dtypes, offsets, element_offsets, was_split, strict=True):
             place = HostParameter(p, name, dtype, at, element, weights.tensor(at, dtype, p.shape))
@@ -147,7 +149,7 @@ class HostStore:
         if place.moments is None:
             host = self._unit_of[id(parameter)]
             if not host.moments:
-                host.moments = [HostBuffer(host.elements * self._moments_dtype.itemsize) for _ in range(2)]
+                host.moments = [HostBuffer(host.elements * self._moments_dtype.itemsize, lane=lane) for lane in (2, 3)]
             at = place.element_offset * self._moments_dtype.itemsize
             first, second = (buffer.tensor(at, self._moments_dtype, place.weight.shape) for buffer in host.moments)
             place.moments = (first, second)

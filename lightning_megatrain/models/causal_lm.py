@@ -52,6 +52,8 @@ class CausalLM(L.LightningModule):
             raise ValueError(f"model.schedule: found {schedule!r}, expected 'cosine', 'linear' or 'constant'")
         if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
             raise ValueError(f"model.warmup_steps: found {warmup_steps!r}, expected a count of optimizer steps")
+        self._schedule, self._warmup_steps, self._chunked_loss = schedule, warmup_steps, chunked_loss
+        self._source = (pretrained, gguf_file)
         self.save_hyperparameters({"config": dict(config) if config else None, "pretrained": pretrained, "gguf_file": gguf_file, "schedule": schedule,
                                    "warmup_steps": warmup_steps, "chunked_loss": chunked_loss})  # fmt: skip
         self.config = model_config(config, pretrained, gguf_file)
@@ -68,11 +70,11 @@ class CausalLM(L.LightningModule):
         preflight = getattr(self.trainer.strategy, "preflight", None) if self._trainer is not None else None
         if preflight is not None:
             preflight(build_meta(self.config))
-        model = build(self.config, self.hparams["pretrained"], self.hparams["gguf_file"])
+        model = build(self.config, *self._source)
         model.train()
         model.config.use_cache = False  # type: ignore[union-attr]
         head = model.get_output_embeddings()  # type: ignore[operator]
-        if self.hparams["chunked_loss"] and _plain_head(model, head):
+        if self._chunked_loss and _plain_head(model, head):
             model.set_output_embeddings(CrossEntropyHead.of(head))  # type: ignore[operator]
         self.model = model
 
@@ -122,14 +124,14 @@ class CausalLM(L.LightningModule):
         from transformers import get_scheduler
 
         trained = [p for p in self.parameters() if p.requires_grad]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for p in trained if p.ndim > 1]},
             {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
         ]
         optimizer = self._make_optimizer([group for group in groups if group["params"]])
         steps = int(self.trainer.estimated_stepping_batches) if self.trainer.max_steps != -1 or self.trainer.max_epochs != -1 else None
-        name = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}[self.hparams["schedule"]]
-        scheduler = get_scheduler(name, optimizer, num_warmup_steps=self.hparams["warmup_steps"], num_training_steps=steps)
+        name = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}[self._schedule]
+        scheduler = get_scheduler(name, optimizer, num_warmup_steps=self._warmup_steps, num_training_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 

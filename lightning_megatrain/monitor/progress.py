@@ -33,8 +33,8 @@ class RunMeter(L.Callback):
         tokens = count_tokens(batch)
         self._seconds.append(seconds)
         self._rates.append(tokens / seconds)
-        self.log("tokens/s", round(tokens / seconds), prog_bar=True, batch_size=1)
-        self.log("host_GiB", process_bytes() / 2**30, prog_bar=True, batch_size=1)
+        pl_module.log("tokens/s", round(tokens / seconds), prog_bar=True, batch_size=1)
+        pl_module.log("host_GiB", process_bytes() / 2**30, prog_bar=True, batch_size=1)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         report = getattr(trainer.strategy, "memory_report", None)

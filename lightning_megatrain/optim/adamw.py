@@ -1,7 +1,7 @@
 """`HostAdamW`: the fused host step as an optimizer of its own, for any training loop.
 
-    optimizer = HostAdamW(model.parameters(), lr=1e-4)          # fp32 weights: bit-equal to torch.optim.AdamW(fused=True)
-    optimizer = HostAdamW(model.bfloat16().parameters())        # bf16 weights with their exact fp32 master, 12 bytes a parameter
+optimizer = HostAdamW(model.parameters(), lr=1e-4)          # fp32 weights: bit-equal to torch.optim.AdamW(fused=True)
+optimizer = HostAdamW(model.bfloat16().parameters())        # bf16 weights with their exact fp32 master, 12 bytes a parameter
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class HostAdamW(Optimizer):
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             if p.device.type != "cpu" or p.dtype not in (torch.float32, torch.bfloat16) or not p.is_contiguous():
-                raise ValueError(f"HostAdamW: found a {p.dtype} parameter on {p.device} (contiguous: {p.is_contiguous()}), expected contiguous fp32 or bf16 on the CPU")
+                raise ValueError(
+                    f"HostAdamW: found a {p.dtype} parameter on {p.device} (contiguous: {p.is_contiguous()}), expected contiguous fp32 or bf16 on the CPU"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -175,12 +175,12 @@ class HostStep:
         finally:
             for group, params in groups:
                 group["params"] = params
-            for (p, _, place), gradient in zip(members, kept, strict=True):
+            for (p, _, place), held in zip(members, kept, strict=True):
                 p.grad = None
                 if place is not None and place.trail is not None:
                     place.write_master(p.data)
                     p.data = place.weight
-                p.grad = gradient
+                p.grad = held
 
 
 def _own_step(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:

@@ -168,5 +168,3 @@ def module_bytes(model: nn.Module) -> int:
     """Bytes that the model's parameters hold now (0 on the meta device)."""
     seen = {id(p): p for p in model.parameters()}
     return sum(p.numel() * p.element_size() for p in seen.values() if p.device.type == "cpu")
-
-

@@ -83,7 +83,7 @@ class _Handle:
     __slots__ = ("dtype", "index", "offset", "shape", "strides")
 
     def __init__(self, index: int, tensor: Tensor) -> None:
-        self.index, self.dtype, self.offset = index, tensor.dtype, tensor.storage_offset()
+        self.index, self.dtype, self.offset = index, tensor.dtype, int(tensor.storage_offset())
         self.shape, self.strides = tuple(tensor.shape), tuple(tensor.stride())
 
 
@@ -152,8 +152,8 @@ class SiteCall:
         again, self._ran = self._ran, True
         if again and versions != input_versions(args, kwargs):
             raise RuntimeError(
-                f"an input of {self.site.name} ({type(self.site.module).__name__}) was changed by an in-place operation after its forward, and is needed again in "
-                "backward; clone it first, or set offload.recompute='none'"
+                f"an input of {self.site.name} ({type(self.site.module).__name__}) was changed by an in-place operation after its forward, "
+                "and is needed again in backward; clone it first, or set offload.recompute='none'"
             )
         slots = self.acquire()
         previous = torch.get_default_dtype()
@@ -233,7 +233,7 @@ class SiteCall:
                 self.leave_backward()
 
         for tensor in watched:
-            tensor.register_hook(arrived)
+            tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
 
 
 def _refuse_second_derivative(_: tuple[Tensor, ...]) -> None:

@@ -139,7 +139,7 @@ class ThreadStream:
         self._bytes_per_second = gbps * 1e9
         self._jitter_seconds = jitter_seconds
         self._random = random.Random(name)
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self.busy_seconds = 0.0
         self.copied_bytes = 0
@@ -163,7 +163,9 @@ class ThreadStream:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         if target.numel() != source.numel() or target.dtype != torch.uint8 or source.dtype != torch.uint8:
-            raise ValueError(f"found a copy of {source.numel()} elements of {source.dtype} to {target.numel()} of {target.dtype}, expected equal numbers of bytes")
+            raise ValueError(
+                f"found a copy of {source.numel()} elements of {source.dtype} to {target.numel()} of {target.dtype}, expected equal numbers of bytes"
+            )
         self._work.put(partial(self._copy, target, source))
 
     def _copy(self, target: Tensor, source: Tensor) -> None:

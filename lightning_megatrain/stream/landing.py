@@ -149,7 +149,7 @@ class GradientLander:
             if spare.nbytes >= nbytes and not spare.referenced:
                 own.buffer = self._spare.pop(i)
                 return own.buffer
-        own.buffer = HostBuffer(nbytes, pin=self._pin)
+        own.buffer = HostBuffer(nbytes, lane=4, pin=self._pin)
         return own.buffer
 
     def _watch(self, place: HostParameter, node: Node) -> None:

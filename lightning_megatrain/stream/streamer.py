@@ -87,7 +87,8 @@ class LayerStreamer:
             slot = None
         if slot is None:
             slot = self._load(host, must=True)
-        assert slot is not None and slot.loaded is not None
+        assert slot is not None
+        assert slot.loaded is not None
         slot.leases += 1
         # the copy's write must be visible to the compute that reads the slot
         self.engine.compute.wait(slot.loaded)

@@ -4,9 +4,7 @@ import pytest
 
 from lightning_megatrain.data.instruct import InstructData, encode_turn
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 @pytest.fixture
@@ -50,7 +48,10 @@ def test_long_rows_are_cut_and_empty_ones_left_out(tokenizer, tmp_path, caplog):
     assert "1 of them left out" in caplog.text
 
 
-@pytest.mark.parametrize(("line", "expected"), [("{not json", r"x\.jsonl:2: not JSON"), ('{"prompt": "a"}', r"x\.jsonl:2: found \['prompt'\].*'response'"), ("[1]", r"x\.jsonl:2: found list")])
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("{not json", r"x\.jsonl:2: not JSON"), ('{"prompt": "a"}', r"x\.jsonl:2: found \['prompt'\].*'response'"), ("[1]", r"x\.jsonl:2: found list")],
+)
 def test_a_bad_row_is_named_by_file_and_line(tokenizer, tmp_path, line, expected):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n" + line)

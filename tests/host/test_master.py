@@ -13,7 +13,9 @@ def split(values):
 def patterns():
     """Signed zeros, subnormals, ties, the largest values, infinities, and 100,000 random patterns without NaN."""
     special = [0x0, 0x1, 0x7FFF, 0x8000, 0x8001, 0x3F800000, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F7F8000, 0x00800000, 0x007FFFFF, 0x7F800000]
-    bits = torch.cat([torch.tensor(special, dtype=torch.int32), torch.randint(0, 0x7F800000, (100_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))])
+    bits = torch.cat(
+        [torch.tensor(special, dtype=torch.int32), torch.randint(0, 0x7F800000, (100_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))]
+    )
     return torch.cat([bits.view(torch.float32), -bits.view(torch.float32)])
 
 

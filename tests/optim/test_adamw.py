@@ -46,7 +46,9 @@ def test_state_goes_through_a_state_dict_unrounded():
     assert other.state[q]["exp_avg"].dtype == torch.float32
 
 
-@pytest.mark.parametrize(("options", "expected"), [({"lr": -1.0}, "lr"), ({"betas": (0.9, 1.0)}, "betas"), ({"master": "fp64"}, "'split' or 'none'"), ({"moments": "int8"}, "bf16")])
+@pytest.mark.parametrize(
+    ("options", "expected"), [({"lr": -1.0}, "lr"), ({"betas": (0.9, 1.0)}, "betas"), ({"master": "fp64"}, "'split' or 'none'"), ({"moments": "int8"}, "bf16")]
+)
 def test_a_wrong_setting_is_refused(options, expected):
     with pytest.raises(ValueError, match=expected):
         HostAdamW([torch.nn.Parameter(torch.ones(2))], **options)

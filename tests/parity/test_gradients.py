@@ -132,7 +132,9 @@ def test_nets_of_every_shape(compare, net, offload, step):
 
 
 @ENGINES
-@pytest.mark.parametrize("options", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize(
+    "options", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"accumulate_grad_batches": 2}]
+)
 def test_clipping_and_accumulation(compare, offload, options):
     module = LanguageModel(tiny_llama())
     compare(module, batches(6), offload=offload, **options)
@@ -192,7 +194,9 @@ def test_frozen_parts_cost_no_gradient(trainer, offload):
     run = trainer(max_steps=3, offload=offload)
     module.make = lambda p: torch.optim.AdamW([q for q in p if q.requires_grad], lr=1e-2, fused=True)
     run.fit(module, loader(data(3)))
-    assert {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])} == {f"net.{i}.0.{p}" for i in (1, 3) for p in ("weight", "bias")}
+    assert {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])} == {
+        f"net.{i}.0.{p}" for i in (1, 3) for p in ("weight", "bias")
+    }
     assert all(p.grad is None for i in (0, 2) for p in module.net[i].parameters())
     assert len(run.optimizers[0].state) == 4
 

@@ -12,7 +12,9 @@ def llama70b():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, vocab_size=128256))
+        return LlamaForCausalLM(
+            LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, vocab_size=128256)
+        )
 
 
 @pytest.mark.parametrize(("precision", "overlap", "offload", "promised"), [
@@ -41,7 +43,10 @@ def test_a_plan_that_does_not_fit_is_refused_with_need_have_and_what_would(monke
     module = stack(8, 256)
     monkeypatch.setenv("LIGHTNING_MEGATRAIN_HOST_BYTES", str(7 * 2**20))
     plan = mt.plan(module, "32-true", overlap=False)  # 526,336 parameters of 16 bytes: 8.0 MiB
-    with pytest.raises(MemoryError, match=r"needs 8\.0 MiB.*allows 7\.0 MiB.*fits with trainer\.precision=bf16-true \(7\.0 MiB\)|needs 8\.0 MiB.*allows 7\.0 MiB.*offload\.moments=bf16"):
+    with pytest.raises(
+        MemoryError,
+        match=r"needs 8\.0 MiB.*allows 7\.0 MiB.*fits with trainer\.precision=bf16-true \(7\.0 MiB\)|needs 8\.0 MiB.*allows 7\.0 MiB.*offload\.moments=bf16",
+    ):
         check_host_memory(module, plan, "adamw")
 
 
@@ -57,7 +62,7 @@ def test_a_fit_that_does_not_fit_touches_nothing(trainer, monkeypatch):
 
 def test_a_wrong_environment_variable_is_named(monkeypatch):
     monkeypatch.setenv("LIGHTNING_MEGATRAIN_HOST_BYTES", "8GiB")
-    with pytest.raises(ValueError, match="LIGHTNING_MEGATRAIN_HOST_BYTES.*8GiB.*whole number"):
+    with pytest.raises(ValueError, match=r"LIGHTNING_MEGATRAIN_HOST_BYTES.*8GiB.*whole number"):
         check_host_memory(stack(), mt.plan(stack()), "adamw")
 
 
