@@ -19,13 +19,23 @@ commands:
   train    train a model, as train.py does
   plan     what a run will hold in memory; nothing is allocated
 
-groups and fields: megatrain train --help"""
+groups and fields: megatrain train --help
+a recipe:          megatrain train -cn smollm2_135m_gsm8k data.path=train.jsonl"""
 
 
 def config_folder() -> Path:
     """conf/ of the checkout, or the copy that the wheel carries."""
-    checkout = Path(__file__).parent.parent / "conf"
-    return checkout if (checkout / "train.yaml").is_file() else Path(__file__).parent / "conf"
+    return _folder("conf", "train.yaml")
+
+
+def recipe_folder() -> Path:
+    """recipes/ of the checkout, or the copy that the wheel carries."""
+    return _folder("recipes", "smollm2_135m_gsm8k.yaml")
+
+
+def _folder(name: str, file: str) -> Path:
+    checkout = Path(__file__).parent.parent / name
+    return checkout if (checkout / file).is_file() else Path(__file__).parent / name
 
 
 def main() -> None:
@@ -37,7 +47,10 @@ def main() -> None:
         return
     if name not in commands:
         raise SystemExit(f"megatrain: found {'no command' if not name else f'the command {name!r}'}, expected one of {', '.join(commands)}\n\n{_USAGE}")
-    sys.argv = [f"megatrain {name}", *sys.argv[2:]]
+    rest = sys.argv[2:]
+    if not any(argument in ("-cd", "--config-dir") or argument.startswith("--config-dir=") for argument in rest):
+        rest = ["--config-dir", str(recipe_folder()), *rest]  # so that -cn finds the recipes from anywhere
+    sys.argv = [f"megatrain {name}", *rest]
     _run(commands[name])
 
 

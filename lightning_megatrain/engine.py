@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatrain.host.allocator import give_back
 from lightning_megatrain.host.store import HostParameter, HostStore, HostUnit
 from lightning_megatrain.monitor.memory import MemoryReport
 from lightning_megatrain.optim.host_step import HostStep
@@ -104,7 +105,13 @@ class MegaTrainEngine:
                 return store
         compute = torch.bfloat16 if self.bf16 else None
         split = self.bf16 and self.policy.master == "split"
-        return HostStore(units, compute_dtype=compute, split=split, moments_dtype=_DTYPES[self.policy.moments], pin=pin)
+        store = HostStore(units, compute_dtype=compute, split=split, moments_dtype=_DTYPES[self.policy.moments], pin=pin)
+        give_back()
+        return store
+
+    def _give_back(self) -> None:
+        """After each step the C library may keep a twentieth of the state's size, so that what is measured is what was planned."""
+        give_back(above_bytes=self.store.nbytes // 20)
 
     def _recomputed(self, blocks: int) -> int:
         if isinstance(self.policy.recompute, int):
@@ -148,7 +155,9 @@ class MegaTrainEngine:
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Replace the optimizers' `step` until `close`."""
         for optimizer in optimizers:
-            step = HostStep(optimizer, self.store, self.kernel, fused=self.policy.host_optimizer == "auto", before_update=self.worker.wait)
+            step = HostStep(
+                optimizer, self.store, self.kernel, fused=self.policy.host_optimizer == "auto", before_update=self.worker.wait, after_update=self._give_back
+            )
             step.install()
             self._open.callback(step.remove)
             self.steps.append(step)

@@ -136,6 +136,12 @@ class HostStore:
     def __iter__(self) -> Iterator[HostUnit]:
         return iter(self.units)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers allocated so far."""
+        buffers = [b for host in self.units for b in (host.weights, host.trail, *host.moments) if b is not None]
+        return sum(b.nbytes for b in buffers)
+
     def find(self, parameter: Tensor) -> HostParameter | None:
         """The place of a parameter, or None if the store does not hold it."""
         return self._by_parameter.get(id(parameter))

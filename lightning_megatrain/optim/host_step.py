@@ -31,15 +31,26 @@ class HostStep:
         kernel: the fused kernel.
         fused: False makes every optimizer run its own step.
         before_update: called after the closure and before weights change: waits for overlapped updates.
+        after_update: called at the end of each step.
 
     Raises ValueError for LBFGS on split masters: it evaluates its closure many times a step.
     """
 
-    def __init__(self, optimizer: Optimizer, store: HostStore, kernel: HostKernel, *, fused: bool, before_update: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: HostStore,
+        kernel: HostKernel,
+        *,
+        fused: bool,
+        before_update: Callable[[], None],
+        after_update: Callable[[], None] | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self._store = store
         self._kernel = kernel
         self._before_update = before_update
+        self._after_update = after_update or (lambda: None)
         self.fused = fused and type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and not any(_unusual(group) for group in optimizer.param_groups)
         self._split = any(place.trail is not None for host in store for place in host.parameters)
         if self._split and isinstance(optimizer, torch.optim.LBFGS):
@@ -59,7 +70,9 @@ class HostStep:
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             optimizer._opt_called = True  # type: ignore[attr-defined]
-            return self._step(closure)
+            result = self._step(closure)
+            self._after_update()
+            return result
 
         hooked = Optimizer.profile_hook_step(step)  # type: ignore[arg-type]
         hooked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -112,3 +112,16 @@ def test_a_wrong_source_is_refused_when_it_is_made(options, error, expected):
 
 def test_a_package_is_its_folder():
     assert resolve("package:transformers").endswith("transformers")
+
+
+def test_a_folder_of_safetensors_is_loaded_as_transformers_loads_it(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    fields = {key: value for key, value in CONFIG.items() if key != "model_type"}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields)).save_pretrained(tmp_path)
+    module = CausalLM(pretrained=str(tmp_path))
+    module.configure_model()
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    ours = module.model.state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
