@@ -9,7 +9,9 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning_utilities.core.rank_zero as rank_zero
@@ -17,9 +19,9 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor, nn
 
+from lightning_megatrain.checkpoint.sharded import ShardedWeights, is_sharded, load, load_weights, save
 from lightning_megatrain.engine import MegaTrainEngine
 from lightning_megatrain.monitor.memory import MemoryReport
-from lightning_megatrain.optim.state import load_state_exactly
 from lightning_megatrain.planning.plan import PRECISIONS, TrainingPlan, plan
 from lightning_megatrain.planning.preflight import check_host_memory
 from lightning_megatrain.policy import OffloadPolicy
@@ -53,9 +55,11 @@ class _MegaTrain(_Base):
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(f"state_dict_type: found {state_dict_type!r}, expected 'full' or 'sharded'")
         self.offload = OffloadPolicy.of(offload)
-        _refuse_unfinished(self.offload, state_dict_type)
+        _refuse_unfinished(self.offload)
+        self.state_dict_type = state_dict_type
         self._engine: MegaTrainEngine | None = None
         self._said: str | None = None
+        self._exact: Mapping[str, Any] | None = None
         self._parallel_devices: list[torch.device] = []
         super().__init__(device="cpu", accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)  # type: ignore[call-arg]
 
@@ -100,6 +104,7 @@ class _MegaTrain(_Base):
         self._check_memory(module, precision, "none", overlap)
         previous, self._engine = self._engine, None
         self._engine = MegaTrainEngine(module, self.offload, self.root_device, bf16=precision == "bf16-true", previous=previous)
+        self._restore_masters()
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
@@ -188,9 +193,9 @@ class _MegaTrain(_Base):
     # checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with exact fp32 masters where weights are split, so that it resumes to the bit."""
-        state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
-        if self._engine is not None:
+        """The module's state; in one file with exact fp32 masters where weights are split, so that it resumes to the bit."""
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        if self._engine is not None and self.state_dict_type == "full":
             split = {id(place.weight): place for host in self._engine.store for place in host.parameters if place.trail is not None}
             by_address = {place.weight.data_ptr(): place for place in split.values()}
             for name, value in state.items():
@@ -199,10 +204,53 @@ class _MegaTrain(_Base):
                     state[name] = place.master()
         return state
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """One file, or a folder of safetensors files (`state_dict_type="sharded"`)."""
+        path = Path(filepath)
+        if self.state_dict_type == "full":
+            if is_sharded(path):
+                shutil.rmtree(path)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None or "://" in str(filepath):
+            raise ValueError(
+                f"sharded checkpoints are folders on this machine's disks, found {filepath} (storage_options={storage_options!r}); use state_dict_type='full'"
+            )
+        parameters = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self.optimizers]
+        save(path, checkpoint, self._running.store, parameters)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Either kind, whatever `state_dict_type` is."""
+        if "://" not in str(checkpoint_path) and is_sharded(Path(checkpoint_path)):
+            return load(Path(checkpoint_path), weights_only=weights_only is not False)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Weights into the module; their exact values are kept for `setup` where the module's dtype would round them."""
+        weights = checkpoint["state_dict"]
+        rounded = any(p.dtype == torch.bfloat16 for p in self._module.parameters())
+        self._exact = weights if rounded else None
+        if isinstance(weights, ShardedWeights):
+            load_weights(self._module, weights, strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def _restore_masters(self) -> None:
+        """Exact masters from the checkpoint that was loaded before the store was made."""
+        exact, self._exact = self._exact, None
+        if exact is None:
+            return
+        store = self._running.store
+        for host in store:
+            for place in host.parameters:
+                if place.trail is not None and place.name in exact and exact[place.name].dtype == torch.float32:
+                    place.write_master(exact[place.name])
+            store.note_written(host)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Optimizer state stays on the host, in its own dtype."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_state_exactly(optimizer, state)
+        """Optimizer state stays on the host, in its own dtype, and goes straight into the store."""
+        for step, state in zip(self._running.steps, checkpoint["optimizer_states"], strict=True):
+            step.load_state(state)
 
     # measured
 
@@ -227,7 +275,8 @@ class MegaTrainStrategy(_MegaTrain, SingleDeviceStrategy):
 
     Args:
         offload: an `OffloadPolicy`, a dict of its fields, or None for defaults that suit most runs.
-        state_dict_type: `"full"`: one file, interchangeable with `strategy="auto"`.
+        state_dict_type: `"full"`: one file, interchangeable with `strategy="auto"`; `"sharded"`: a folder of safetensors files, written a unit at a time.
+            Either kind is loaded whatever this is.
         accelerator, checkpoint_io, precision_plugin: as in Lightning's strategies.
 
     Raises TypeError or ValueError for unknown or wrong settings, when it is made.
@@ -285,7 +334,7 @@ def _optimizer_kind(optimizers: list[Any]) -> str:
     return max(found, key=("none", "sgd", "adamw").index, default="none")
 
 
-def _refuse_unfinished(policy: OffloadPolicy, state_dict_type: str) -> None:
+def _refuse_unfinished(policy: OffloadPolicy) -> None:
     """Settings that the design names and this version does not have yet."""
     asked = {
         "optimizer_step='overlap_forward'": policy.optimizer_step == "overlap_forward",
@@ -294,7 +343,6 @@ def _refuse_unfinished(policy: OffloadPolicy, state_dict_type: str) -> None:
         "storage": policy.storage != "ram",
         "embedding='host'": policy.embedding == "host",
         "resident": policy.resident not in ("auto", 0),
-        "state_dict_type='sharded'": state_dict_type == "sharded",
     }
     for name, wanted in asked.items():
         if wanted:

@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning_megatrain
 
 ROOT = Path(lightning_megatrain.__file__).parent
-LEVELS = {"policy": 0, "units": 0, "host": 1, "stream": 2, "optim": 2, "monitor": 3, "planning": 3, "engine": 4, "step_mode": 4, "strategy": 5,
+LEVELS = {"policy": 0, "units": 0, "host": 1, "stream": 2, "optim": 2, "checkpoint": 2, "monitor": 3, "planning": 3, "engine": 4, "step_mode": 4, "strategy": 5,
           "models": 6, "data": 7, "training": 8, "sweep": 9, "cli": 10, "__main__": 11}  # fmt: skip
 
 

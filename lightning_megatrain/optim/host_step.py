@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_megatrain.host.store import HostParameter, HostStore, HostUnit
 from lightning_megatrain.optim.kernel import AdamScalars, AdamSegment, HostKernel
+from lightning_megatrain.optim.state import copy_of, load_state_exactly
 
 Pair = tuple[Tensor, Tensor]
 """A parameter and its gradient, both on the CPU."""
@@ -84,6 +85,15 @@ class HostStep:
             self.optimizer.__dict__.pop("step", None)
         else:
             self.optimizer.step = self._replaced  # type: ignore[method-assign]
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        """Load the optimizer's state dict; moments go straight into the store."""
+        load_state_exactly(self.optimizer, saved, own=self._into_store)
+
+    def _into_store(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
+        if self.fused and key in ("exp_avg", "exp_avg_sq") and self._store.find(parameter) is not None:
+            return self._store.moments(parameter)[key == "exp_avg_sq"].copy_(value)
+        return copy_of(parameter, key, value)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if not self.fused and not self._split:

@@ -1,0 +1,1 @@
+"""Checkpoints: folders of safetensors files, written a unit at a time."""
