@@ -12,7 +12,7 @@ Knows torch; knows nothing of Lightning, so that another loop could drive it:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lightning_megatrain.host.allocator import give_back
 from lightning_megatrain.host.store import HostParameter, HostStore, HostUnit
 from lightning_megatrain.monitor.memory import MemoryReport
+from lightning_megatrain.optim.deferred import DeferredUpdates
 from lightning_megatrain.optim.host_step import HostStep
 from lightning_megatrain.optim.kernel import HostKernel
 from lightning_megatrain.optim.worker import StepWorker
@@ -86,6 +87,9 @@ class MegaTrainEngine:
             self.worker = StepWorker()
             self._open.callback(self.worker.close)
             self.streamer = LayerStreamer(self.engine, self.store, policy.prefetch_depth)
+            self.deferred = DeferredUpdates(None if self.engine.in_place else self.worker)
+            self.streamer.updates = self.deferred
+            self._open.callback(self.deferred.flush)
             self.lander = GradientLander(self.engine, self.store, pin=pin and device.type == "cuda")
             self._open.callback(self.lander.close)
             self.steps: list[HostStep] = []
@@ -100,6 +104,8 @@ class MegaTrainEngine:
         wanted = (self.policy.units, self.policy.master, self.policy.moments, self.bf16)
         if previous is not None and wanted == (previous.policy.units, previous.policy.master, previous.policy.moments, previous.bf16):
             store = previous.store
+            if pin:
+                store.pin()
             if store.holds(self.module.parameters()) and [h.unit.names for h in store] == [u.names for u in units]:
                 store.follow_writes()
                 return store
@@ -109,9 +115,18 @@ class MegaTrainEngine:
         give_back()
         return store
 
-    def _give_back(self) -> None:
-        """After each step the C library may keep a twentieth of the state's size, so that what is measured is what was planned."""
+    def _before_update(self) -> None:
+        self.deferred.flush()
+        self.worker.wait()
+
+    def _after_update(self) -> None:
+        self.deferred.start(self.streamer.expected)
+        # the C library may keep a twentieth of the state's size, so that what is measured is what was planned
         give_back(above_bytes=self.store.nbytes // 20)
+
+    def settle(self) -> None:
+        """Bring all weights up to date: for whoever reads them outside of a pass."""
+        self.deferred.flush()
 
     def _recomputed(self, blocks: int) -> int:
         if isinstance(self.policy.recompute, int):
@@ -156,7 +171,12 @@ class MegaTrainEngine:
         """Replace the optimizers' `step` until `close`."""
         for optimizer in optimizers:
             step = HostStep(
-                optimizer, self.store, self.kernel, fused=self.policy.host_optimizer == "auto", before_update=self.worker.wait, after_update=self._give_back
+                optimizer,
+                self.store,
+                self.kernel,
+                fused=self.policy.host_optimizer == "auto",
+                before_update=self._before_update,
+                after_update=self._after_update,
             )
             step.install()
             self._open.callback(step.remove)
@@ -164,11 +184,12 @@ class MegaTrainEngine:
         if any(step.fused for step in self.steps) and not self.kernel.compiled:
             _log.warning("no compiled kernel was found: the host step runs in torch, slower; install a C++ compiler and reinstall the package")
 
-    def begin(self, kind: str, *, overlap: bool = False, accumulate: bool = False) -> None:
+    def begin(self, kind: str, *, overlap: bool = False, defer: bool = False, accumulate: bool = False) -> None:
         """Before a forward: `kind` is "train" or "eval".
 
         Args:
             overlap: update each unit as soon as its gradients are final. Needs one optimizer that can step by unit.
+            defer: the step at the end of this pass only fixes the updates; each unit is updated before the next forward needs it.
             accumulate: gradients of several batches are added up: in fp32.
 
         Raises RuntimeError naming a parameter that was replaced or moved since the run began.
@@ -179,12 +200,23 @@ class MegaTrainEngine:
                 f"parameter {replaced} was replaced or moved after the strategy had taken it over (resized, .to(), load_state_dict(assign=True)): "
                 "the optimizer would go on with the old one; do this before fit, in configure_model or in setup"
             )
-        self.store.follow_writes()
+        if kind != "train" or not self.deferred.pending:
+            self.deferred.flush()
+            self.store.follow_writes()
+        else:  # nobody could write in between; leftovers are read without asking
+            for host in self.store:
+                if not host.unit.streamed:
+                    self.deferred.ensure(host.unit.index)
         self.context.open_calls.clear()
         self.streamer.begin(kind)
         if kind == "train":
             self._set_gradient_dtype(accumulate)
             self.lander.on_ready = self._update_unit if overlap else None
+            for step in self.steps:
+                step.defer = self._defer if defer and step.fused else None
+
+    def _defer(self, host: HostUnit, update: Callable[[], None]) -> None:
+        self.deferred.put(host.unit.index, update)
 
     def _unbound(self) -> str | None:
         for site in self.sites:
@@ -220,7 +252,12 @@ class MegaTrainEngine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes by kind, as held now."""
+        self.settle()
         return MemoryReport.measure(self.store, device_slots=self.streamer.pool.nbytes, slabs=self.lander.slab_bytes, steps=self.steps)
+
+    def on_close(self, action: Callable[[], object]) -> None:
+        """Do this when the run ends, before anything of the engine's own is taken down."""
+        self._open.callback(action)
 
     def close(self) -> None:
         """Wait for updates, end all threads, and give module and optimizers back as they were. Idempotent."""

@@ -32,7 +32,8 @@ class OffloadPolicy:
         prefetch_depth: units copied to the device ahead of the one that computes; each costs one unit of device memory.
         resident: spare device memory that keeps units from one pass to the next: `"auto"`, 0, bytes or `"8GiB"`.
         optimizer_step: when the host updates weights. `"overlap_backward"` updates a unit as soon as its gradient is there and
-            stores no gradient; it needs a run in which nothing reads all gradients at once. `"after_backward"` is Lightning's order.
+            stores no gradient; it needs a run in which nothing reads all gradients at once. `"overlap_forward"` updates it just before the next forward needs
+            it, also with clipping and accumulation. `"after_backward"` is Lightning's order.
         grad_dtype: dtype of host gradients. `"auto"`: the parameter's, fp32 as soon as they are accumulated.
         master: bf16-true only. `"split"`: the exact fp32 master as a bf16 plane and a 16-bit trail; `"none"`: plain bf16 weights.
         moments: dtype of Adam's moments.

@@ -55,6 +55,33 @@ def reason_against_overlap(trainer: Any, module: Any, steps: Sequence[HostStep],
     return None
 
 
+_BETWEEN_STEPS = (
+    "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "on_train_epoch_end", "on_train_epoch_start",
+    "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "transfer_batch_to_device", "on_after_batch_transfer",
+)  # fmt: skip
+# these run between steps and read no weights, or read them through the strategy
+_HARMLESS = (
+    "ModelCheckpoint", "LearningRateMonitor", "TQDMProgressBar", "RichProgressBar", "EarlyStopping", "DeviceStatsMonitor", "ThroughputMonitor", "Timer",
+    "ModelSummary", "RichModelSummary", "GradientAccumulationScheduler", "RunMeter",
+)  # fmt: skip
+
+
+def reason_against_deferral(module: Any, callbacks: Sequence[Any], steps: Sequence[HostStep], module_class: type, callback_class: type) -> str | None:
+    """Why updates may not wait for the next forward, or None if they may: nothing may read weights in between that the strategy can't see."""
+    if not module.automatic_optimization:
+        return "the module optimizes manually"
+    for step in steps:
+        if not step.fused:
+            return f"{type(step.optimizer).__name__} runs its own step"
+    for hook in _BETWEEN_STEPS:
+        if _overrides(module, hook, module_class):
+            return f"{type(module).__name__}.{hook} may read weights"
+        for callback in callbacks:
+            if type(callback).__name__ not in _HARMLESS and _overrides(callback, hook, callback_class):
+                return f"{type(callback).__name__}.{hook} may read weights"
+    return None
+
+
 def _overrides(instance: Any, name: str, base: type) -> bool:
     own = getattr(instance, name, None)
     return own is not None and getattr(own, "__func__", own) is not getattr(base, name, None)

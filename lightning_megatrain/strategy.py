@@ -25,10 +25,11 @@ from lightning_megatrain.monitor.memory import MemoryReport
 from lightning_megatrain.planning.plan import PRECISIONS, TrainingPlan, plan
 from lightning_megatrain.planning.preflight import check_host_memory
 from lightning_megatrain.policy import OffloadPolicy
-from lightning_megatrain.step_mode import accumulates, reason_against_overlap
+from lightning_megatrain.step_mode import accumulates, reason_against_deferral, reason_against_overlap
 
 _log = logging.getLogger(__name__)
 NAME = "megatrain"
+DEFERRED = "updates overlap the next forward"
 
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ class _MegaTrain(_Base):
             self._check_memory(module, precision, _optimizer_kind(self.optimizers), overlap)
             self._engine.take_optimizers([o for o in self.optimizers if isinstance(o, torch.optim.Optimizer)])
             self._overlap(trainer, module, self._engine.steps)
+            hook = module.register_state_dict_pre_hook(lambda *_: self._running.settle())
+            self._engine.on_close(hook.remove)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -150,8 +153,11 @@ class _MegaTrain(_Base):
             raise ValueError(
                 f"offload.optimizer_step='overlap_backward' leaves no gradient behind, but {against}; set offload.optimizer_step=auto or after_backward"
             )
-        overlap = wanted != "after_backward" and against is None
+        overlap = wanted in ("auto", "overlap_backward") and against is None
         line = "updates overlap backward" if overlap else f"updates after backward: {against or 'as set'}"
+        if wanted == "overlap_forward":
+            later = reason_against_deferral(module, trainer.callbacks, steps, package.LightningModule, package.Callback)
+            line = DEFERRED if later is None else f"updates after backward: {later}"
         if steps and line != self._said:
             self._said = line
             _log.info(f"megatrain: {line}")
@@ -161,7 +167,8 @@ class _MegaTrain(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         engine, module = self._running, self._module
-        engine.begin("train", overlap=self._overlap(module.trainer, module, engine.steps), accumulate=accumulates(module.trainer, module))
+        overlap = self._overlap(module.trainer, module, engine.steps)
+        engine.begin("train", overlap=overlap, defer=self._said == DEFERRED, accumulate=accumulates(module.trainer, module))
         with engine.loose_root():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
@@ -190,10 +197,20 @@ class _MegaTrain(_Base):
             raise RuntimeError("the strategy holds no module yet; call this during or after fit, validate, test or predict")
         return self._engine
 
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        self._running.settle()  # units that this forward did not need
+        return super().backward(*args, **kwargs)
+
     # checkpoints
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        self._running.settle()
+        return super().optimizer_state(optimizer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state; in one file with exact fp32 masters where weights are split, so that it resumes to the bit."""
+        if self._engine is not None:
+            self._engine.settle()
         state: dict[str, Any] = super().lightning_module_state_dict()
         if self._engine is not None and self.state_dict_type == "full":
             split = {id(place.weight): place for host in self._engine.store for place in host.parameters if place.trail is not None}
@@ -256,6 +273,7 @@ class _MegaTrain(_Base):
 
     def master_state_dict(self) -> dict[str, Tensor]:
         """Exact weights by parameter name: fp32 copies on the CPU, also under bf16-true."""
+        self._running.settle()
         self._running.store.follow_writes()
         return self._running.store.masters()
 
@@ -337,7 +355,6 @@ def _optimizer_kind(optimizers: list[Any]) -> str:
 def _refuse_unfinished(policy: OffloadPolicy) -> None:
     """Settings that the design names and this version does not have yet."""
     asked = {
-        "optimizer_step='overlap_forward'": policy.optimizer_step == "overlap_forward",
         "activations='host'": policy.activations == "host",
         "rows_per_pass": policy.rows_per_pass != "all",
         "storage": policy.storage != "ram",

@@ -249,3 +249,16 @@ def test_the_twin_package(tmp_path):
                    enable_model_summary=False, default_root_dir=tmp_path).fit(module, loader(data(3)))  # fmt: skip
         ends.append(weights(module))
     assert all(torch.equal(ends[0][name], value) for name, value in ends[1].items())
+
+
+def test_without_a_compiled_kernel_it_steps_in_torch_to_the_same_bits_and_says_so(trainer, monkeypatch, caplog):
+    from lightning_megatrain.optim import kernel
+
+    ends = []
+    for found in (kernel.find_library(), None):
+        monkeypatch.setattr(kernel, "find_library", lambda found=found: found)
+        module = LanguageModel(tiny_llama())
+        trainer(max_steps=3).fit(module, loader(batches(3)))
+        ends.append(weights(module))
+    assert all(torch.equal(ends[0][name], value) for name, value in ends[1].items())
+    assert "install a C++ compiler" in caplog.text

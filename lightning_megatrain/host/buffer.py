@@ -37,7 +37,7 @@ class HostBuffer:
         self._pinned = False
         self._unreferenced = sys.getrefcount(self._mapping)
         if pin:
-            self._pin()
+            self.pin()
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """A CPU tensor of `shape` and `dtype` over the bytes from `offset` on, with a storage of its own size."""
@@ -55,7 +55,10 @@ class HostBuffer:
     def pinned(self) -> bool:
         return self._pinned
 
-    def _pin(self) -> None:
+    def pin(self) -> None:
+        """Page-lock the memory where it is. Idempotent."""
+        if self._pinned:
+            return
         # In place: torch's pinned allocator would round up to a power of two.
         code = int(_cudart().cudaHostRegister(self._address, max(self._start + self.nbytes, 1), 0))
         if code != 0:

@@ -206,6 +206,11 @@ class HostStore:
         ids = {id(p) for p in parameters}
         return ids == set(self._by_parameter) and self.find_replaced() is None
 
+    def pin(self) -> None:
+        """Page-lock all weights. Idempotent."""
+        for host in self.units:
+            host.weights.pin()
+
     def close(self) -> None:
         """Unlock all pages. The weights stay where the module's parameters point."""
         for host in self.units:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -52,6 +53,8 @@ class HostStep:
         self._kernel = kernel
         self._before_update = before_update
         self._after_update = after_update or (lambda: None)
+        self.defer: Callable[[HostUnit, Callable[[], None]], None] | None = None
+        """Set for steps whose updates wait for the next forward: takes a unit and its update. Only the fused optimizers' updates can wait."""
         self.fused = fused and type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and not any(_unusual(group) for group in optimizer.param_groups)
         self._split = any(place.trail is not None for host in store for place in host.parameters)
         if self._split and isinstance(optimizer, torch.optim.LBFGS):
@@ -143,11 +146,17 @@ class HostStep:
                 segments.append(self._segment(parameter, gradient, place, group))
             else:
                 rest.append((parameter, gradient, place))
-        if segments:
-            self._kernel.adam(segments)
         if rest:
             self._step_alone(rest)
-        for host in touched.values():
+        if self.defer is not None and segments and len(touched) == 1 and not rest:
+            (host,) = touched.values()
+            self.defer(host, partial(self._run, segments, [host]))
+        else:
+            self._run(segments, list(touched.values()))
+
+    def _run(self, segments: list[AdamSegment], touched: list[HostUnit]) -> None:
+        self._kernel.adam(segments)
+        for host in touched:
             self._store.note_written(host)
 
     def _group_of(self, pairs: Iterable[Pair]) -> dict[int, dict[str, Any]]:

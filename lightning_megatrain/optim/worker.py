@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class StepWorker:
-    """Runs updates in the order in which they were given. An error is raised in the thread that waits, with its traceback; later updates are dropped.
+    """Runs updates in the order in which they were given. An error is raised in the thread that waits, with its traceback.
 
     The thread starts with the first update and ends with `close()`.
     """
@@ -20,7 +20,7 @@ class StepWorker:
 
     def submit(self, update: Callable[[], None]) -> None:
         """Give one update; raises what an earlier one died of."""
-        self._raise()
+        self.check()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="megatrain-step", daemon=True)
             self._thread.start()
@@ -29,21 +29,21 @@ class StepWorker:
     def wait(self) -> None:
         """Block until every update given so far is done; raises what one of them died of."""
         self._work.join()
-        self._raise()
+        self.check()
 
     def _run(self) -> None:
         while (update := self._work.get()) is not None:
             try:
-                if self._error is None:
-                    update()
+                update()
             except BaseException as error:
-                self._error = error
+                self._error = self._error or error
             finally:
                 del update  # it holds gradients
                 self._work.task_done()
         self._work.task_done()
 
-    def _raise(self) -> None:
+    def check(self) -> None:
+        """Raise what an update died of."""
         if self._error is not None:
             raise RuntimeError(f"updating weights on the host failed: {type(self._error).__name__}: {self._error}") from self._error
 

@@ -102,6 +102,8 @@ class SiteCall:
     def acquire(self) -> list[DeviceSlot]:
         """The site's units on the device; nothing where the device uses them in place."""
         if self.context.in_place:
+            for unit in self.site.units:
+                self.context.streamer.updates.ensure(unit)
             return []
         return [self.context.streamer.acquire(unit) for unit in self.site.units]
 
@@ -329,10 +331,10 @@ class SiteForward:
         return out
 
     def _without_grad(self, args: Any, kwargs: Any) -> Any:
-        if self.context.in_place:
-            return self.original(*args, **kwargs)
         call = SiteCall(self.context, self.site)
         slots = call.acquire()
+        if self.context.in_place:
+            return self.original(*args, **kwargs)
         try:
             with call.swapped([view.detach() for view in call.views(slots)]):
                 return self.original(*args, **kwargs)

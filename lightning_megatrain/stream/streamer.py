@@ -7,11 +7,31 @@ Knows units and copies; knows nothing of modules, autograd or Lightning.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from lightning_megatrain.host.store import HostStore, HostUnit
 from lightning_megatrain.stream.engines import Engine
 from lightning_megatrain.stream.slots import DeviceSlot, SlotPool
+
+
+class Updates(Protocol):
+    """Updates of host weights that may still be under way."""
+
+    def ready(self, unit: int) -> bool:
+        """Whether a unit's weights are up to date."""
+
+    def ensure(self, unit: int) -> None:
+        """Wait until they are."""
+
+
+class _UpToDate:
+    def ready(self, unit: int) -> bool:
+        return True
+
+    def ensure(self, unit: int) -> None:
+        return
 
 
 class StepTrace:
@@ -28,6 +48,11 @@ class StepTrace:
             self.order = self._recording
         self._recording = []
         self._position = 0
+
+    @property
+    def expected(self) -> list[int]:
+        """The order of the pass that is recorded or, before it is, of the one before."""
+        return self._recording or self.order
 
     def note(self, unit: int) -> None:
         """A unit was needed."""
@@ -67,6 +92,13 @@ class LayerStreamer:
         self._on_device: dict[int, DeviceSlot] = {}
         self._sources = {h.unit.index: h.weights.tensor(0, torch.uint8, (h.nbytes,)) for h in store.units if not engine.in_place and h.unit.streamed}
         self.copied_bytes = 0
+        self.updates: Updates = _UpToDate()
+
+    @property
+    def expected(self) -> list[int]:
+        """The order in which the next training pass is expected to need units."""
+        trace = self._traces.get("train")
+        return trace.expected if trace is not None else []
 
     def begin(self, kind: str) -> None:
         """Start a pass (`"train"`, `"eval"`): weights on the device are forgotten, since anybody may have written the host's."""
@@ -108,6 +140,11 @@ class LayerStreamer:
                 self._forget(slot)
 
     def _load(self, host: HostUnit, *, must: bool) -> DeviceSlot | None:
+        if must:
+            # the update's write must be visible to the copy
+            self.updates.ensure(host.unit.index)
+        elif not self.updates.ready(host.unit.index):
+            return None
         soon = self._trace.ahead(self._depth + 1)
         slot = self.pool.take(host.unit.index, soon, must=must)
         if slot is None:
