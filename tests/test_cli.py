@@ -63,6 +63,7 @@ def test_70b_is_refused_before_anything_is_allocated(tmp_path):
     assert "MemoryError" in text
     assert "788.5 GiB" in text  # 70,553,706,496 parameters of 12 bytes
     assert "64.0 GiB" in text
+    assert "in bf16-true" in text
 
 
 def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(tmp_path):
@@ -79,7 +80,8 @@ def test_a_wrong_value_names_the_field(tmp_path):
 
 def test_a_plan_without_a_machine_for_it(tmp_path):
     out = run("plan", "model=llama70b", "precision=bf16", cwd=tmp_path, script=None)
-    assert "70.55B parameters" in out
+    assert "70.55B parameters, bf16-true" in out
+    assert "131.4 GiB" in out  # the trail, and the bf16 plane: 2 bytes each
     assert "788.5 GiB" in out
 
 
@@ -97,6 +99,8 @@ def test_every_config_composes_and_builds_on_the_meta_device():
     names = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
     assert set(names) == set(expected)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        for name, precision in (("fp32", "32-true"), ("bf16", "bf16-true"), ("mixed", "bf16-mixed")):
+            assert compose("train", [f"precision={name}"]).trainer.precision == precision
         for name in names:
             config = compose("train", [f"model={name}"])
             model = build_meta(model_config(config.model.config, None, None))

@@ -26,13 +26,13 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def free_bytes() -> int:
-    """Bytes that the C library keeps for later use; 0 where that can't be known."""
+    """Bytes that the C library keeps for later use, resident or given back already; 0 where that can't be known."""
     library = _glibc()
     return int(library.mallinfo2().fordblks) if library is not None else 0
 
 
 def give_back(above_bytes: int = 0) -> bool:
-    """Return free heap pages to the system if the C library keeps more than `above_bytes`; whether it was asked to."""
+    """Return free heap pages to the system if the C library keeps more than `above_bytes`; whether it was asked to. Cheap where nothing is resident."""
     library = _glibc()
     if library is None or free_bytes() <= above_bytes:
         return False
