@@ -120,7 +120,7 @@ class _MegaTrain(_Base):
         """Parameters stay on the CPU; buffers and modules without parameters (metrics) move."""
         device = self.root_device
         for module in self._module.modules():
-            if hasattr(module, "_device") and hasattr(module, "_dtype") and isinstance(module, nn.Module):
+            if any(base.__name__ == "_DeviceDtypeModuleMixin" for base in type(module).__mro__):
                 # what Lightning's own `.to` would set, which would also move the parameters
                 setattr(module, "_device", device)  # noqa: B010
                 if self.precision_plugin.precision == "bf16-true":
@@ -142,7 +142,8 @@ class _MegaTrain(_Base):
         self._check_memory(module, self.precision_plugin.precision, optimizer, overlap)
 
     def _check_memory(self, module: nn.Module, precision: str, optimizer: str, overlap: bool | None) -> None:
-        check_host_memory(module, self.plan(module, precision, optimizer=optimizer, overlap=overlap), optimizer)
+        held = self._engine.store.nbytes if self._engine is not None else 0  # of an earlier fit: it goes on to be used, or goes
+        check_host_memory(module, self.plan(module, precision, optimizer=optimizer, overlap=overlap), optimizer, held_bytes=held)
 
     def _overlap(self, trainer: Any, module: Any, steps: Any) -> bool:
         """Whether units are updated during backward in the present step; says so when that changes."""

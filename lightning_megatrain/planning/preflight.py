@@ -9,13 +9,13 @@ from lightning_megatrain.planning.machine import HOST_BYTES_VARIABLE, available_
 from lightning_megatrain.planning.plan import TrainingPlan, cheaper, module_bytes
 
 
-def check_host_memory(model: nn.Module, plan: TrainingPlan, optimizer: str) -> None:
+def check_host_memory(model: nn.Module, plan: TrainingPlan, optimizer: str, *, held_bytes: int = 0) -> None:
     """Raise MemoryError if the plan does not fit: need, have, and the settings that would fit.
 
-    What the module holds already counts as available, unless the environment variable states what may be used in all.
+    What the module holds already (or `held_bytes`, if that is more) counts as available, unless the environment variable states what may be used in all.
     """
     stated = stated_host_bytes()
-    have = stated if stated is not None else available_host_bytes() + module_bytes(model)
+    have = stated if stated is not None else available_host_bytes() + max(module_bytes(model), held_bytes)
     need = plan.host_bytes + plan.transient_bytes
     if need <= have:
         return
