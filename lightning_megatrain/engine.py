@@ -93,6 +93,7 @@ class MegaTrainEngine:
             self.lander = GradientLander(self.engine, self.store, pin=pin and device.type == "cuda")
             self._open.callback(self.lander.close)
             self.steps: list[HostStep] = []
+            self._stepped = 0
             blocks = [site for site in self.sites if site.recomputable]
             self.context = StreamContext(self.streamer, self.lander, self.store, {id(s.module) for s in blocks[: self._recomputed(len(blocks))]}, [])
             self._install()
@@ -121,8 +122,11 @@ class MegaTrainEngine:
 
     def _after_update(self) -> None:
         self.deferred.start(self.streamer.expected)
-        # the C library may keep a twentieth of the state's size, so that what is measured is what was planned
-        give_back(above_bytes=self.store.nbytes // 20)
+        self._stepped += 1
+        if self._stepped & (self._stepped - 1) == 0 or self._stepped % 256 == 0:
+            # After 1, 2, 4, 8 ... steps: the holes of the first ones go, and what activations take again each step is not mapped anew
+            # each time (given back after every step it made a step of 134M parameters 8% slower).
+            give_back(above_bytes=self.store.nbytes // 20)
 
     def settle(self) -> None:
         """Bring all weights up to date: for whoever reads them outside of a pass."""

@@ -284,9 +284,11 @@ class _MegaTrain(_Base):
 
     def teardown(self) -> None:
         """Give the module back as an ordinary CPU module; the store stays, for `master_state_dict` and a next fit."""
-        if self._engine is not None:
-            self._engine.close()
-        super().teardown()  # type: ignore[misc]
+        try:
+            if self._engine is not None:
+                self._engine.close()
+        finally:
+            super().teardown()
 
 
 class MegaTrainStrategy(_MegaTrain, SingleDeviceStrategy):

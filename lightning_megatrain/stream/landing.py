@@ -90,8 +90,8 @@ class GradientLander:
                 continue
             self._watch(place, node)
             own.expected.add(id(place.parameter))
-            if self._engine.in_place:
-                passed[i] = gradient
+            if self._engine.in_place and self.on_ready is not None:
+                passed[i] = gradient  # it is used up within this backward
             elif id(place.parameter) in own.crossed and place.parameter.grad is not None:
                 # the site was called more than once: added in the order in which autograd would add
                 self.wait(host)
@@ -108,6 +108,9 @@ class GradientLander:
 
     def _cross(self, host: HostUnit, crossing: list[tuple[HostParameter, Tensor]]) -> None:
         own = self._gradients[host.unit.index]
+        if self._engine.in_place:
+            self._keep(host, own, crossing)
+            return
         dtype = _gradient_dtype(crossing[0][0])
         same = [(place, gradient) for place, gradient in crossing if _gradient_dtype(place) == dtype]
         first = min(place.element_offset for place, _ in same) * dtype.itemsize
@@ -132,6 +135,15 @@ class GradientLander:
             for place, gradient in crossing:
                 if _gradient_dtype(place) != dtype:
                     place.parameter.grad = gradient.to("cpu", _gradient_dtype(place))
+
+    def _keep(self, host: HostUnit, own: _UnitGradients, crossing: list[tuple[HostParameter, Tensor]]) -> None:
+        """Stored gradients lie in memory of our own: in the C library's heap, freed and taken again each step among activations, they tear holes into it."""
+        itemsize = max(_gradient_dtype(place).itemsize for place, _ in crossing)
+        buffer = self._host_buffer(host, own)
+        for place, gradient in crossing:
+            view = buffer.tensor(place.element_offset * itemsize, _gradient_dtype(place), place.weight.shape)
+            own.crossed.add(id(place.parameter))
+            place.parameter.grad = view.copy_(gradient)
 
     def _slab(self, host: HostUnit) -> GradientSlab:
         if not self._slabs:
