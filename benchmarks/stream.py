@@ -210,6 +210,7 @@ class System:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=5, help="steps before those that count")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -221,7 +222,7 @@ def main() -> None:
     for name in options.systems:
         system = System(name, options.layers)
         try:
-            for _ in range(2):  # the first steps allocate
+            for _ in range(options.warmup):  # the first steps allocate, and give heap pages back
                 system.ask("step")
             running[name] = system
             print(f"{SYSTEMS[name]}: ready", flush=True)
