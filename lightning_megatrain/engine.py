@@ -105,9 +105,9 @@ class MegaTrainEngine:
         wanted = (self.policy.units, self.policy.master, self.policy.moments, self.bf16)
         if previous is not None and wanted == (previous.policy.units, previous.policy.master, previous.policy.moments, previous.bf16):
             store = previous.store
-            if pin:
-                store.pin()
             if store.holds(self.module.parameters()) and [h.unit.names for h in store] == [u.names for u in units]:
+                if pin:
+                    store.pin()
                 store.follow_writes()
                 return store
         compute = torch.bfloat16 if self.bf16 else None
@@ -246,13 +246,12 @@ class MegaTrainEngine:
         pairs: list[tuple[Tensor, Tensor]] = [(place.parameter, gradient) for place, gradient in ready]
         held = sum(gradient.numel() * gradient.element_size() for _, gradient in pairs)
         self.store.overlapped_bytes = max(self.store.overlapped_bytes, held)
+        update = partial(_update_after, step, pairs, landed)
         if self.engine.in_place or not step.fused:
             # the device is the CPU: another thread would take its cores; and torch's own step is not run beside the user's code
-            if landed is not None:
-                landed.wait()
-            step.update(pairs)
+            update()
         else:
-            self.worker.submit(partial(_update_after, step, pairs, landed))
+            self.worker.submit(update)
 
     def memory_report(self) -> MemoryReport:
         """Bytes by kind, as held now."""

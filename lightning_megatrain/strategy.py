@@ -214,11 +214,9 @@ class _MegaTrain(_Base):
             self._engine.settle()
         state: dict[str, Any] = super().lightning_module_state_dict()
         if self._engine is not None and self.state_dict_type == "full":
-            split = {id(place.weight): place for host in self._engine.store for place in host.parameters if place.trail is not None}
-            by_address = {place.weight.data_ptr(): place for place in split.values()}
             for name, value in state.items():
-                place = by_address.get(value.data_ptr()) if isinstance(value, Tensor) else None
-                if place is not None and value.shape == place.weight.shape:
+                place = self._engine.store.find_weight(value) if isinstance(value, Tensor) else None
+                if place is not None and place.trail is not None:
                     state[name] = place.master()
         return state
 
@@ -261,8 +259,9 @@ class _MegaTrain(_Base):
         store = self._running.store
         for host in store:
             for place in host.parameters:
-                if place.trail is not None and place.name in exact and exact[place.name].dtype == torch.float32:
-                    place.write_master(exact[place.name])
+                value = exact[place.name] if place.trail is not None and place.name in exact else None
+                if value is not None and value.dtype == torch.float32:
+                    place.write_master(value)
             store.note_written(host)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

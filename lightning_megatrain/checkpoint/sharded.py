@@ -43,23 +43,21 @@ def save(path: Path, checkpoint: Mapping[str, Any], store: HostStore, parameters
         store: says which tensor belongs to which unit.
         parameters: of each optimizer, in the order of its state.
     """
-    places = {place.weight.data_ptr(): (host, place) for host in store for place in host.parameters if place.count}
     shards: dict[str, dict[str, Tensor]] = {_shard(host.unit.index): {} for host in store}
     shards[_REST] = {}
     left: dict[str, Any] = {"state_dict": {}, "optimizer_states": []}
     aliases: dict[str, str] = {}
     saved_as: dict[int, str] = {}
     for name, value in checkpoint.get("state_dict", {}).items():
-        found = places.get(value.data_ptr()) if isinstance(value, Tensor) else None
-        if found is not None and value.shape == found[1].weight.shape:
-            host, place = found
-            if id(place) in saved_as:
-                aliases[name] = saved_as[id(place)]
-                continue
+        place = store.find_weight(value) if isinstance(value, Tensor) else None
+        if place is not None and id(place) in saved_as:
+            aliases[name] = saved_as[id(place)]
+        elif place is not None:
             saved_as[id(place)] = name
-            shards[_shard(host.unit.index)][f"model/{name}"] = place.weight
+            shard = shards[_shard(store.unit_of(place.parameter).unit.index)]
+            shard[f"model/{name}"] = place.weight
             if place.trail is not None:
-                shards[_shard(host.unit.index)][f"trail/{name}"] = place.trail
+                shard[f"trail/{name}"] = place.trail
         elif isinstance(value, Tensor) and files.storable(value):
             shards[_REST][f"model/{name}"] = value
         else:
@@ -99,8 +97,11 @@ class ShardedWeights(Mapping[str, Tensor]):
             return self._left[name]
         name = self._aliases.get(name, name)
         with safe_open(self._folder / self._keys[name], "pt") as file:
-            weight: Tensor = file.get_tensor(f"model/{name}")
-            return combine(weight, file.get_tensor(f"trail/{name}")) if name in self._trails else weight
+            return self._value(file, name)
+
+    def _value(self, file: Any, name: str) -> Tensor:
+        weight: Tensor = file.get_tensor(f"model/{name}")
+        return combine(weight, file.get_tensor(f"trail/{name}")) if name in self._trails else weight
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._keys, *self._aliases, *self._left])
@@ -110,11 +111,10 @@ class ShardedWeights(Mapping[str, Tensor]):
 
     def by_file(self) -> Iterator[dict[str, Any]]:
         """All entries, in pieces of one file each: what has to be in memory at once."""
-        names: dict[str, list[str]] = {}
-        for name in [*self._keys, *self._aliases]:
-            names.setdefault(self._keys[self._aliases.get(name, name)], []).append(name)
-        for members in names.values():
-            yield {name: self[name] for name in members}
+        for shard in dict.fromkeys(self._keys.values()):
+            with safe_open(self._folder / shard, "pt") as file:
+                part = {name: self._value(file, name) for name, where in self._keys.items() if where == shard}
+            yield part | {alias: part[name] for alias, name in self._aliases.items() if name in part}
         yield dict(self._left)
 
 

@@ -99,6 +99,7 @@ class HostStore:
         self.gradient_bytes = 0  # most bytes of gradients seen at the end of a backward
         self.overlapped_bytes = 0  # most bytes of gradients on their way to an overlapped update
         self._by_parameter: dict[int, HostParameter] = {}
+        self._by_address: dict[int, HostParameter] = {}
         self._unit_of: dict[int, HostUnit] = {}
         self.units: list[HostUnit] = []
         keep_fp32 = compute_dtype is not None and any(p.dtype == compute_dtype for unit in units for p in unit.parameters)
@@ -114,12 +115,11 @@ class HostStore:
         dtypes = [compute_dtype if compute_dtype is not None and p.dtype in (torch.float32, torch.float64, torch.float16) else p.dtype for p in unit.parameters]
         offsets, element_offsets, nbytes, elements = _layout(unit.parameters, dtypes)
         weights = HostBuffer(nbytes, pin=self._pin)
-        was_split = [split and d == torch.bfloat16 and p.dtype == torch.float32 for d, p in zip(dtypes, unit.parameters, strict=True)]
-        # a bf16 weight in a bf16 run has a master too: it starts with an empty trail
-        was_split = [w or (split and d == torch.bfloat16) for w, d in zip(was_split, dtypes, strict=True)]
-        trail = HostBuffer(2 * elements, lane=1) if any(was_split) else None
+        # a weight that is bf16 already has a master too: it starts with an empty trail
+        has_trails = [split and dtype == torch.bfloat16 for dtype in dtypes]
+        trail = HostBuffer(2 * elements, lane=1) if any(has_trails) else None
         host = HostUnit(unit, [], weights, elements, trail)
-        for p, name, dtype, at, element, has_trail in zip(unit.parameters, unit.names, dtypes, offsets, element_offsets, was_split, strict=True):
+        for p, name, dtype, at, element, has_trail in zip(unit.parameters, unit.names, dtypes, offsets, element_offsets, has_trails, strict=True):
             place = HostParameter(p, name, dtype, at, element, weights.tensor(at, dtype, p.shape))
             if has_trail and trail is not None:
                 place.trail = trail.tensor(2 * element, torch.int16, p.shape)
@@ -129,6 +129,8 @@ class HostStore:
             place.version = p._version
             host.parameters.append(place)
             self._by_parameter[id(p)] = place
+            if place.count:
+                self._by_address[place.weight.data_ptr()] = place
             self._unit_of[id(p)] = host
         self.note_written(host)
         return host
@@ -145,6 +147,11 @@ class HostStore:
     def find(self, parameter: Tensor) -> HostParameter | None:
         """The place of a parameter, or None if the store does not hold it."""
         return self._by_parameter.get(id(parameter))
+
+    def find_weight(self, value: Tensor) -> HostParameter | None:
+        """The place of a weight as a state dict shows it (a view of the store's memory), or None for any other tensor."""
+        place = self._by_address.get(value.data_ptr())
+        return place if place is not None and value.shape == place.weight.shape else None
 
     def unit_of(self, parameter: Tensor) -> HostUnit:
         return self._unit_of[id(parameter)]
