@@ -28,7 +28,7 @@ from lightning_megatrain.optim.deferred import DeferredUpdates
 from lightning_megatrain.optim.host_step import HostStep
 from lightning_megatrain.optim.kernel import HostKernel
 from lightning_megatrain.optim.worker import StepWorker
-from lightning_megatrain.policy import OffloadPolicy
+from lightning_megatrain.policy import OffloadPolicy, StepMode
 from lightning_megatrain.stream.bind import SiteForward, StreamContext, loose_copies
 from lightning_megatrain.stream.engines import CudaEngine, DirectEngine, EmulatedEngine, Engine, Event
 from lightning_megatrain.stream.landing import GradientLander
@@ -188,12 +188,11 @@ class MegaTrainEngine:
         if any(step.fused for step in self.steps) and not self.kernel.compiled:
             _log.warning("no compiled kernel was found: the host step runs in torch, slower; install a C++ compiler and reinstall the package")
 
-    def begin(self, kind: str, *, overlap: bool = False, defer: bool = False, accumulate: bool = False) -> None:
+    def begin(self, kind: str, *, mode: StepMode = StepMode.AFTER_BACKWARD, accumulate: bool = False) -> None:
         """Before a forward: `kind` is "train" or "eval".
 
         Args:
-            overlap: update each unit as soon as its gradients are final. Needs one optimizer that can step by unit.
-            defer: the step at the end of this pass only fixes the updates; each unit is updated before the next forward needs it.
+            mode: when the step at the end of this pass updates weights. OVERLAP_BACKWARD needs one optimizer that can step by unit.
             accumulate: gradients of several batches are added up: in fp32.
 
         Raises RuntimeError naming a parameter that was replaced or moved since the run began.
@@ -215,9 +214,9 @@ class MegaTrainEngine:
         self.streamer.begin(kind)
         if kind == "train":
             self._set_gradient_dtype(accumulate)
-            self.lander.on_ready = self._update_unit if overlap else None
+            self.lander.on_ready = self._update_unit if mode is StepMode.OVERLAP_BACKWARD else None
             for step in self.steps:
-                step.defer = self._defer if defer and step.fused else None
+                step.defer = self._defer if mode is StepMode.OVERLAP_FORWARD and step.fused else None
 
     def _defer(self, host: HostUnit, update: Callable[[], None]) -> None:
         self.deferred.put(host.unit.index, update)

@@ -6,6 +6,7 @@ Knows values and their ranges; knows nothing of torch, Lightning or a machine.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,14 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ValueError(f"found {text!r}, expected a size such as '8GiB' or '500MB'")
     return int(float(match[1]) * _FACTORS[match[2]])
+
+
+class StepMode(enum.Enum):
+    """When the host updates weights in one step; the values are those of `OffloadPolicy.optimizer_step`."""
+
+    AFTER_BACKWARD = "after_backward"
+    OVERLAP_BACKWARD = "overlap_backward"
+    OVERLAP_FORWARD = "overlap_forward"
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class OffloadPolicy:
             object.__setattr__(self, "units", tuple(self.units))
             if not self.units or not all(isinstance(name, str) for name in self.units):
                 raise ValueError(f"OffloadPolicy.units: found {self.units!r}, expected 'auto' or a list of class names such as ['LlamaDecoderLayer']")
-        self._choice("optimizer_step", "auto", "overlap_backward", "overlap_forward", "after_backward")
+        self._choice("optimizer_step", "auto", *(mode.value for mode in StepMode))
         self._choice("grad_dtype", "auto", "param", "fp32")
         self._choice("master", "split", "none")
         self._choice("moments", "fp32", "bf16")

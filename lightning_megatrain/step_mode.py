@@ -66,8 +66,11 @@ _HARMLESS = (
 )  # fmt: skip
 
 
-def reason_against_deferral(module: Any, callbacks: Sequence[Any], steps: Sequence[HostStep], module_class: type, callback_class: type) -> str | None:
-    """Why updates may not wait for the next forward, or None if they may: nothing may read weights in between that the strategy can't see."""
+def reason_against_deferral(trainer: Any, module: Any, steps: Sequence[HostStep], module_class: type, callback_class: type) -> str | None:
+    """Why updates may not wait for the next forward, or None if they may: nothing may read weights in between that the strategy can't see.
+
+    Arguments as in `reason_against_overlap`.
+    """
     if not module.automatic_optimization:
         return "the module optimizes manually"
     for step in steps:
@@ -76,7 +79,7 @@ def reason_against_deferral(module: Any, callbacks: Sequence[Any], steps: Sequen
     for hook in _BETWEEN_STEPS:
         if _overrides(module, hook, module_class):
             return f"{type(module).__name__}.{hook} may read weights"
-        for callback in callbacks:
+        for callback in trainer.callbacks:
             if type(callback).__name__ not in _HARMLESS and _overrides(callback, hook, callback_class):
                 return f"{type(callback).__name__}.{hook} may read weights"
     return None

@@ -24,12 +24,16 @@ from lightning_megatrain.engine import MegaTrainEngine
 from lightning_megatrain.monitor.memory import MemoryReport
 from lightning_megatrain.planning.plan import PRECISIONS, TrainingPlan, plan
 from lightning_megatrain.planning.preflight import check_host_memory
-from lightning_megatrain.policy import OffloadPolicy
+from lightning_megatrain.policy import OffloadPolicy, StepMode
 from lightning_megatrain.step_mode import accumulates, reason_against_deferral, reason_against_overlap
 
 _log = logging.getLogger(__name__)
 NAME = "megatrain"
-DEFERRED = "updates overlap the next forward"
+_LINES = {
+    StepMode.AFTER_BACKWARD: "updates after backward",
+    StepMode.OVERLAP_BACKWARD: "updates overlap backward",
+    StepMode.OVERLAP_FORWARD: "updates overlap the next forward",
+}
 
 
 if TYPE_CHECKING:
@@ -101,7 +105,7 @@ class _MegaTrain(_Base):
         if precision != "bf16-true":  # that plugin would round the weights before the store has their exact values
             self.model = self.precision_plugin.convert_module(self.model)
         module = self._module
-        overlap = self._overlap(trainer, module, []) if fitting else False
+        overlap = fitting and self._step_mode(trainer, module, []) is StepMode.OVERLAP_BACKWARD
         self._check_memory(module, precision, "none", overlap)
         previous, self._engine = self._engine, None
         self._engine = MegaTrainEngine(module, self.offload, self.root_device, bf16=precision == "bf16-true", previous=previous)
@@ -111,7 +115,7 @@ class _MegaTrain(_Base):
             self.setup_optimizers(trainer)
             self._check_memory(module, precision, _optimizer_kind(self.optimizers), overlap)
             self._engine.take_optimizers([o for o in self.optimizers if isinstance(o, torch.optim.Optimizer)])
-            self._overlap(trainer, module, self._engine.steps)
+            self._step_mode(trainer, module, self._engine.steps)
             hook = module.register_state_dict_pre_hook(lambda *_: self._running.settle())
             self._engine.on_close(hook.remove)
         self.setup_precision_plugin()
@@ -138,38 +142,41 @@ class _MegaTrain(_Base):
     def preflight(self, module: nn.Module, *, optimizer: str = "adamw") -> None:
         """Raise MemoryError if a module, also one on the meta device, will not fit. For `configure_model`, before real weights are made."""
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        overlap = self._overlap(trainer, self.lightning_module, []) if trainer is not None else None
+        overlap = self._step_mode(trainer, self.lightning_module, []) is StepMode.OVERLAP_BACKWARD if trainer is not None else None
         self._check_memory(module, self.precision_plugin.precision, optimizer, overlap)
 
     def _check_memory(self, module: nn.Module, precision: str, optimizer: str, overlap: bool | None) -> None:
         held = self._engine.store.nbytes if self._engine is not None else 0  # of an earlier fit: it goes on to be used, or goes
         check_host_memory(module, self.plan(module, precision, optimizer=optimizer, overlap=overlap), optimizer, held_bytes=held)
 
-    def _overlap(self, trainer: Any, module: Any, steps: Any) -> bool:
-        """Whether units are updated during backward in the present step; says so when that changes."""
+    def _step_mode(self, trainer: Any, module: Any, steps: Any) -> StepMode:
+        """When weights are updated in the present step; says so when that changes."""
         wanted = self.offload.optimizer_step
         package = importlib.import_module(self._package)
-        against = reason_against_overlap(trainer, module, steps, package.LightningModule, package.Callback)
-        if wanted == "overlap_backward" and against is not None:
+        told = (trainer, module, steps, package.LightningModule, package.Callback)
+        mode, against = StepMode.AFTER_BACKWARD, "as set"
+        if wanted == StepMode.OVERLAP_FORWARD.value:
+            mode, against = StepMode.OVERLAP_FORWARD, reason_against_deferral(*told) or ""
+        elif wanted != StepMode.AFTER_BACKWARD.value:
+            mode, against = StepMode.OVERLAP_BACKWARD, reason_against_overlap(*told) or ""
+        if against and wanted == StepMode.OVERLAP_BACKWARD.value:
             raise ValueError(
                 f"offload.optimizer_step='overlap_backward' leaves no gradient behind, but {against}; set offload.optimizer_step=auto or after_backward"
             )
-        overlap = wanted in ("auto", "overlap_backward") and against is None
-        line = "updates overlap backward" if overlap else f"updates after backward: {against or 'as set'}"
-        if wanted == "overlap_forward":
-            later = reason_against_deferral(module, trainer.callbacks, steps, package.LightningModule, package.Callback)
-            line = DEFERRED if later is None else f"updates after backward: {later}"
+        if against:
+            mode = StepMode.AFTER_BACKWARD
+        line = f"{_LINES[mode]}: {against}" if against else _LINES[mode]
         if steps and line != self._said:
             self._said = line
             _log.info(f"megatrain: {line}")
-        return overlap
+        return mode
 
     # steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         engine, module = self._running, self._module
-        overlap = self._overlap(module.trainer, module, engine.steps)
-        engine.begin("train", overlap=overlap, defer=self._said == DEFERRED, accumulate=accumulates(module.trainer, module))
+        mode = self._step_mode(module.trainer, module, engine.steps)
+        engine.begin("train", mode=mode, accumulate=accumulates(module.trainer, module))
         with engine.loose_root():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
