@@ -17,25 +17,25 @@ import torch
 from common import save, show
 from torch import Tensor
 
-from lightning_megatrain.host.buffer import HostBuffer
+from lightning_megatrain.host.buffer import HostBuffer, Lane
 from lightning_megatrain.optim.kernel import AdamScalars, AdamSegment, HostKernel
 
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 SCALARS = AdamScalars(1e-4, 0.9, 0.999, 1e-8, 0.1, True, 3)
 
 
-def plane(count: int, dtype: torch.dtype, lane: int) -> Tensor:
+def plane(count: int, dtype: torch.dtype, lane: Lane) -> Tensor:
     """Memory as the store allocates it. The peers' is torch's own, as in their use."""
     return HostBuffer(count * dtype.itemsize, lane=lane).tensor(0, dtype, (count,))
 
 
 def candidates(count: int, kernel: HostKernel) -> dict[str, Callable[[], object]]:
     """One step of each; every candidate has its own state, as it would in use."""
-    gradient, gradient32 = plane(count, torch.bfloat16, 4).normal_(), plane(count, torch.float32, 4).normal_()
-    moved = plane(count * 13, torch.uint8, 0).zero_()  # read and written: 26 bytes a parameter
-    moments = [plane(count, torch.float32, lane) for lane in (2, 3, 2, 3)]
-    split = AdamSegment(plane(count, torch.bfloat16, 0).normal_(), plane(count, torch.int16, 1), gradient, moments[0], moments[1], SCALARS)
-    whole = AdamSegment(plane(count, torch.float32, 0).normal_(), None, gradient32, moments[2], moments[3], SCALARS)
+    gradient, gradient32 = plane(count, torch.bfloat16, Lane.GRADIENTS).normal_(), plane(count, torch.float32, Lane.GRADIENTS).normal_()
+    moved = plane(count * 13, torch.uint8, Lane.WEIGHTS).zero_()  # read and written: 26 bytes a parameter
+    moments = [plane(count, torch.float32, lane) for lane in (Lane.EXP_AVG, Lane.EXP_AVG_SQ) * 2]
+    split = AdamSegment(plane(count, torch.bfloat16, Lane.WEIGHTS).normal_(), plane(count, torch.int16, Lane.TRAIL), gradient, moments[0], moments[1], SCALARS)
+    whole = AdamSegment(plane(count, torch.float32, Lane.WEIGHTS).normal_(), None, gradient32, moments[2], moments[3], SCALARS)
     found: dict[str, Callable[[], object]] = {
         "read-modify-write (floor)": lambda: kernel.read_modify_write(moved),
         "HostAdamW, split master": lambda: kernel.adam([split]),

@@ -9,8 +9,8 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor, nn
 
-from lightning_megatrain.checkpoint.sharded import ShardedWeights, is_sharded, load, load_weights, save
+from lightning_megatrain.checkpoint.files import set_aside
+from lightning_megatrain.checkpoint.sharded import ShardedWeights, is_sharded, load, load_weights, refuse_other_folder, save
 from lightning_megatrain.engine import MegaTrainEngine
 from lightning_megatrain.monitor.memory import MemoryReport
 from lightning_megatrain.planning.plan import PRECISIONS, TrainingPlan, plan
@@ -230,10 +231,10 @@ class _MegaTrain(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """One file, or a folder of safetensors files (`state_dict_type="sharded"`)."""
         path = Path(filepath)
+        refuse_other_folder(path)
         if self.state_dict_type == "full":
-            if is_sharded(path):
-                shutil.rmtree(path)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            with set_aside(path) if is_sharded(path) else nullcontext():
+                super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None or "://" in str(filepath):
             raise ValueError(

@@ -6,6 +6,7 @@ Knows bytes and the file system; knows nothing of models.
 from __future__ import annotations
 
 import ctypes
+import glob
 import json
 import os
 import shutil
@@ -104,7 +105,7 @@ def _sync_folder(path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which takes the place of `path` in one step when all went well; whatever happens before that, `path` stays what it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for stale in path.parent.glob(f".{path.name}.writing-*"):  # of a process that was killed
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.writing-*"):  # of a process that was killed
         shutil.rmtree(stale, ignore_errors=True)
     folder = path.parent / f".{path.name}.writing-{os.getpid()}"
     folder.mkdir()
@@ -117,10 +118,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             folder.rename(path)
         _sync_folder(path.parent)
     finally:
-        if folder.is_dir():
-            shutil.rmtree(folder, ignore_errors=True)
-        elif folder.exists():
-            folder.unlink()
+        _remove(folder)  # after an exchange this is what was there before
 
 
 def previous(path: Path) -> Path:
@@ -137,7 +135,30 @@ def _exchange(a: Path, b: Path) -> None:
     here = -100  # AT_FDCWD
     if rename is not None and rename(here, os.fsencode(a), here, os.fsencode(b), _EXCHANGE) == 0:
         return
-    shutil.rmtree(previous(b), ignore_errors=True)
-    b.rename(previous(b))
-    a.rename(b)
-    shutil.rmtree(previous(b), ignore_errors=True)
+    with set_aside(b):
+        a.rename(b)
+
+
+@contextmanager
+def set_aside(path: Path) -> Iterator[None]:
+    """While something else takes the place of `path`, what was there is `previous(path)`; it goes when that went well and comes back when not."""
+    aside = previous(path)
+    if not path.exists():
+        yield
+        return
+    _remove(aside)
+    path.rename(aside)
+    try:
+        yield
+    except BaseException:
+        _remove(path)
+        aside.rename(path)
+        raise
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

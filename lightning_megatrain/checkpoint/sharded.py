@@ -34,6 +34,12 @@ def is_sharded(path: Path) -> bool:
     return (path / _INDEX).is_file() or (not path.exists() and (files.previous(path) / _INDEX).is_file())
 
 
+def refuse_other_folder(path: Path) -> None:
+    """Raise FileExistsError for a folder with something else than a checkpoint in it, which must not be replaced."""
+    if path.is_dir() and not is_sharded(path) and any(path.iterdir()):
+        raise FileExistsError(f"{path} is a folder with something else than a checkpoint in it; save to another path")
+
+
 def save(path: Path, checkpoint: Mapping[str, Any], store: HostStore, parameters: list[list[Tensor]]) -> None:
     """Write a Lightning checkpoint as a folder; `path` is the last whole checkpoint at every moment.
 

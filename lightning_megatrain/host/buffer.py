@@ -6,6 +6,7 @@ copying one of them never drags its neighbours along. The mapping goes when the 
 
 from __future__ import annotations
 
+import enum
 import math
 import mmap
 import sys
@@ -17,17 +18,30 @@ import torch
 _LANE_BYTES = 6 * 64
 
 
+class Lane(enum.IntEnum):
+    """The planes that one update reads along with each other.
+
+    Each starts a few cache lines later in its buffer: planes that march at equal offsets from a page's start collide in the caches and the memory's
+    banks (a fused fp32 step then runs at 0.6 of the memory's rate, not at 1.0).
+    """
+
+    WEIGHTS = 0
+    TRAIL = 1
+    EXP_AVG = 2
+    EXP_AVG_SQ = 3
+    GRADIENTS = 4
+
+
 class HostBuffer:
     """`nbytes` of zeroed memory. Never a caching allocator: those round to powers of two.
 
     Args:
         nbytes: size in bytes; untouched pages take no memory.
-        lane: 0 to 7, a different one for each plane that is read along with others. Each lane starts a few cache lines later: planes that march at equal
-            offsets from a page's start collide in the caches and the memory's banks (a fused fp32 step then runs at 0.6 of the memory's rate, not at 1.0).
+        lane: which plane it holds.
         pin: page-lock the memory in place for a GPU. Raises MemoryError where the system refuses.
     """
 
-    def __init__(self, nbytes: int, *, lane: int = 0, pin: bool = False) -> None:
+    def __init__(self, nbytes: int, *, lane: Lane = Lane.WEIGHTS, pin: bool = False) -> None:
         self.nbytes = nbytes
         self._start = lane * _LANE_BYTES
         self._mapping = mmap.mmap(-1, max(self._start + nbytes, 1))

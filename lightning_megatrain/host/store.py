@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_megatrain.host.buffer import HostBuffer
+from lightning_megatrain.host.buffer import HostBuffer, Lane
 from lightning_megatrain.host.master import combine, split_
 from lightning_megatrain.units import StreamUnit
 
@@ -117,7 +117,7 @@ class HostStore:
         weights = HostBuffer(nbytes, pin=self._pin)
         # a weight that is bf16 already has a master too: it starts with an empty trail
         has_trails = [split and dtype == torch.bfloat16 for dtype in dtypes]
-        trail = HostBuffer(2 * elements, lane=1) if any(has_trails) else None
+        trail = HostBuffer(2 * elements, lane=Lane.TRAIL) if any(has_trails) else None
         host = HostUnit(unit, [], weights, elements, trail)
         for p, name, dtype, at, element, has_trail in zip(unit.parameters, unit.names, dtypes, offsets, element_offsets, has_trails, strict=True):
             place = HostParameter(p, name, dtype, at, element, weights.tensor(at, dtype, p.shape))
@@ -162,7 +162,7 @@ class HostStore:
         if place.moments is None:
             host = self._unit_of[id(parameter)]
             if not host.moments:
-                host.moments = [HostBuffer(host.elements * self._moments_dtype.itemsize, lane=lane) for lane in (2, 3)]
+                host.moments = [HostBuffer(host.elements * self._moments_dtype.itemsize, lane=lane) for lane in (Lane.EXP_AVG, Lane.EXP_AVG_SQ)]
             at = place.element_offset * self._moments_dtype.itemsize
             first, second = (buffer.tensor(at, self._moments_dtype, place.weight.shape) for buffer in host.moments)
             place.moments = (first, second)

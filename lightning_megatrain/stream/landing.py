@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lightning_megatrain.host.buffer import HostBuffer
+from lightning_megatrain.host.buffer import HostBuffer, Lane
 from lightning_megatrain.host.store import HostParameter, HostStore, HostUnit
 from lightning_megatrain.stream.engines import Engine, Event
 
@@ -161,7 +161,7 @@ class GradientLander:
             if spare.nbytes >= nbytes and not spare.referenced:
                 own.buffer = self._spare.pop(i)
                 return own.buffer
-        own.buffer = HostBuffer(nbytes, lane=4, pin=self._pin)
+        own.buffer = HostBuffer(nbytes, lane=Lane.GRADIENTS, pin=self._pin)
         return own.buffer
 
     def _watch(self, place: HostParameter, node: Node) -> None:

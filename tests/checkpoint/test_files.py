@@ -74,3 +74,24 @@ def test_a_file_system_without_exchange_goes_by_way_of_the_previous_one(tmp_path
             (folder / "file").write_text(content)
     assert (tmp_path / "c" / "file").read_text() == "two"
     assert not previous(tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_is_set_aside_comes_back_after_a_failure(tmp_path, kind):
+    from lightning_megatrain.checkpoint.files import set_aside
+
+    path = tmp_path / "c"
+    if kind == "folder":
+        path.mkdir()
+        (path / "file").write_text("one")
+    else:
+        path.write_text("one")
+    with pytest.raises(OSError, match="disk is full"), set_aside(path):
+        path.write_text("half")
+        raise OSError("disk is full")
+    assert (path / "file" if kind == "folder" else path).read_text() == "one"
+    with set_aside(path):
+        assert previous(path).exists()
+        path.write_text("two")
+    assert path.read_text() == "two"
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]

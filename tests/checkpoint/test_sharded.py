@@ -145,3 +145,13 @@ def test_a_full_disk_leaves_the_last_one(trainer, tmp_path, monkeypatch):
         fit(trainer, tiny_llama(), 3, save=path)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_folder_of_something_else_is_never_replaced(trainer, tmp_path, kind):
+    path = tmp_path / "thesis"
+    path.mkdir()
+    (path / "chapter1").write_text("words")
+    with pytest.raises(FileExistsError, match="thesis"):
+        fit(trainer, tiny_llama(), 1, save=path, kind=kind)
+    assert [(file.name, file.read_text()) for file in path.iterdir()] == [("chapter1", "words")]
