@@ -61,8 +61,8 @@ _BETWEEN_STEPS = (
 )  # fmt: skip
 # these run between steps and read no weights, or read them through the strategy
 _HARMLESS = (
-    "ModelCheckpoint", "LearningRateMonitor", "TQDMProgressBar", "RichProgressBar", "EarlyStopping", "DeviceStatsMonitor", "ThroughputMonitor", "Timer",
-    "ModelSummary", "RichModelSummary", "GradientAccumulationScheduler", "RunMeter",
+    "ModelCheckpoint", "LearningRateMonitor", "TQDMProgressBar", "RunBar", "RichProgressBar", "EarlyStopping", "DeviceStatsMonitor", "ThroughputMonitor",
+    "Timer", "ModelSummary", "RichModelSummary", "GradientAccumulationScheduler", "RunMeter",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +22,7 @@ from rich.table import Table
 from lightning_megatrain.models.weights import build_meta, model_config
 from lightning_megatrain.monitor.console import make_console
 from lightning_megatrain.monitor.memory import human_bytes
-from lightning_megatrain.monitor.progress import RunMeter
+from lightning_megatrain.monitor.progress import RunBar, RunMeter
 from lightning_megatrain.planning.machine import available_host_bytes, stated_host_bytes
 from lightning_megatrain.planning.plan import plan
 from lightning_megatrain.policy import OffloadPolicy
@@ -39,7 +39,7 @@ def train(config: DictConfig) -> dict[str, float]:
     data = instantiate(config.data, _convert_="all")
     model = instantiate(config.model, _convert_="all")
     meter = RunMeter()
-    callbacks: list[L.Callback] = [meter, TQDMProgressBar(refresh_rate=config.progress_every)]
+    callbacks: list[L.Callback] = [meter, RunBar(refresh_rate=config.progress_every)]
     if config.trainer.enable_checkpointing:
         every = config.checkpoint_every or max(config.trainer.max_steps, 0) or None
         callbacks.append(
@@ -111,7 +111,7 @@ def _print_sample(console: Console, model: Any, data: Any, options: Any) -> None
     model.eval()
     with torch.no_grad():
         ids = model.model.generate(**inputs, **options, use_cache=True, pad_token_id=data.tokenizer.pad_token_id)
-    console.print(f"\n[bold]sample[/bold], after {prompt.splitlines()[-1] if prompt.strip() else prompt!r}:", highlight=False)
+    console.print(f"\n[bold]sample[/bold], after {prompt.splitlines()[-1].strip()!r}:", highlight=False)
     console.print(data.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True), markup=False, highlight=False)
 
 

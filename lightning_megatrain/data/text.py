@@ -121,7 +121,7 @@ class TextData(L.LightningDataModule):
     @property
     def sample_prompt(self) -> str:
         """A beginning to go on from."""
-        return "def " if self.path == STDLIB else "The "
+        return "    def" if self.path == STDLIB else "The"
 
 
 def _texts(path: str, max_bytes: int) -> Iterator[str]:

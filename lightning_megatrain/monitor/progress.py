@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
 from lightning_megatrain.monitor.memory import MemoryReport, process_bytes
@@ -33,7 +34,7 @@ class RunMeter(L.Callback):
         tokens = count_tokens(batch)
         self._seconds.append(seconds)
         self._rates.append(tokens / seconds)
-        pl_module.log("tokens/s", round(tokens / seconds), prog_bar=True, batch_size=1)
+        pl_module.log("tokens/s", tokens / seconds, prog_bar=True, batch_size=1)
         pl_module.log("host_GiB", process_bytes() / 2**30, prog_bar=True, batch_size=1)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -48,6 +49,17 @@ class RunMeter(L.Callback):
     @property
     def tokens_per_second(self) -> float:
         return statistics.median(self._rates[1:] or self._rates or [0.0])
+
+
+class RunBar(TQDMProgressBar):
+    """Lightning's bar, with figures in human units."""
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, int | str | float | dict[str, float]]:
+        metrics = super().get_metrics(trainer, pl_module)
+        for name, pattern in (("tokens/s", "{:,.0f}"), ("host_GiB", "{:.2f}")):
+            if name in metrics:
+                metrics[name] = pattern.format(metrics[name])
+        return metrics
 
 
 def count_tokens(batch: Any) -> int:

@@ -23,3 +23,12 @@ def test_padding_is_not_counted():
     assert count_tokens({"input_ids": torch.zeros(2, 5)}) == 10
     assert count_tokens(torch.zeros(2, 3)) == 6
     assert count_tokens([1]) == 0
+
+
+def test_the_bar_writes_figures_for_people():
+    from types import SimpleNamespace
+
+    from lightning_megatrain.monitor.progress import RunBar
+
+    trainer = SimpleNamespace(progress_bar_metrics={"loss": 1.25, "tokens/s": 4000.2, "host_GiB": 0.5249}, loggers=[])
+    assert RunBar().get_metrics(trainer, None) == {"loss": 1.25, "tokens/s": "4,000", "host_GiB": "0.52"}
