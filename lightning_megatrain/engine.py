@@ -22,16 +22,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatrain.host.allocator import give_back
+from lightning_megatrain.host.machine import available_host_bytes, stated_device_bytes
 from lightning_megatrain.host.store import HostParameter, HostStore, HostUnit
 from lightning_megatrain.monitor.memory import MemoryReport
 from lightning_megatrain.optim.deferred import DeferredUpdates
 from lightning_megatrain.optim.host_step import HostStep
 from lightning_megatrain.optim.kernel import HostKernel
 from lightning_megatrain.optim.worker import StepWorker
-from lightning_megatrain.policy import OffloadPolicy, StepMode
+from lightning_megatrain.policy import OffloadPolicy, StepMode, parse_bytes
 from lightning_megatrain.stream.bind import SiteForward, StreamContext, loose_copies
 from lightning_megatrain.stream.engines import CudaEngine, DirectEngine, EmulatedEngine, Engine, Event
 from lightning_megatrain.stream.landing import GradientLander
+from lightning_megatrain.stream.parking import Parking
+from lightning_megatrain.stream.recompute import RecomputePlan
+from lightning_megatrain.stream.record import Recorder
 from lightning_megatrain.stream.streamer import LayerStreamer
 from lightning_megatrain.units import Site, find_units
 
@@ -46,15 +50,17 @@ def make_engine(policy: OffloadPolicy, device: torch.device) -> Engine:
     choice = policy.engine
     if choice == "auto":
         choice = "direct" if device.type == "cpu" else "cuda"
+    stated = stated_device_bytes()
     if choice == "cuda":
         if device.type != "cuda":
             raise ValueError(f"found device {device}, expected a CPU or a CUDA (ROCm) device; use accelerator='cpu' or 'cuda'")
-        return CudaEngine(device)
+        return CudaEngine(device, stated)
     if device.type != "cpu":
         raise ValueError(f"offload.engine={choice!r} needs accelerator='cpu', found device {device}; leave engine='auto' on a GPU")
     if choice == "direct":
-        return DirectEngine()
-    return EmulatedEngine(policy.emulated_h2d_gbps, policy.emulated_d2h_gbps, policy.emulated_jitter_seconds)
+        # half: what a later batch takes, the page cache and other processes have the rest
+        return DirectEngine(lambda: (available_host_bytes() if stated is None else stated) // 2)
+    return EmulatedEngine(policy.emulated_h2d_gbps, policy.emulated_d2h_gbps, policy.emulated_jitter_seconds, stated or 0)
 
 
 class MegaTrainEngine:
@@ -86,16 +92,32 @@ class MegaTrainEngine:
             self._open.callback(self.kernel.close)
             self.worker = StepWorker()
             self._open.callback(self.worker.close)
-            self.streamer = LayerStreamer(self.engine, self.store, policy.prefetch_depth)
+            self.recorder = Recorder()
+            resident = 0 if policy.resident == "auto" else parse_bytes(policy.resident) if isinstance(policy.resident, str) else policy.resident
+            self.streamer = LayerStreamer(self.engine, self.store, policy.prefetch_depth, resident, self.recorder)
             self.deferred = DeferredUpdates(None if self.engine.in_place else self.worker)
             self.streamer.updates = self.deferred
             self._open.callback(self.deferred.flush)
-            self.lander = GradientLander(self.engine, self.store, pin=pin and device.type == "cuda")
+            self.lander = GradientLander(self.engine, self.store, self.recorder, pin=pin and device.type == "cuda")
             self._open.callback(self.lander.close)
             self.steps: list[HostStep] = []
             self._stepped = 0
-            blocks = [site for site in self.sites if site.recomputable]
-            self.context = StreamContext(self.streamer, self.lander, self.store, {id(s.module) for s in blocks[: self._recomputed(len(blocks))]}, [])
+            self._passes = 0
+            self.recompute = RecomputePlan(policy.recompute, [site for site in self.sites if site.recomputable])
+            self.parking: Parking | None = None
+            if policy.activations == "host" and not self.engine.in_place:
+                self.parking = Parking(self.engine, pin=pin and device.type == "cuda")
+                self._open.callback(self.parking.close)
+            self.context = StreamContext(
+                self.streamer,
+                self.lander,
+                self.store,
+                self.recompute,
+                self.recorder,
+                parking=self.parking,
+                rows=policy.rows_per_pass if isinstance(policy.rows_per_pass, int) else None,
+                host_lookup=policy.embedding,
+            )
             self._install()
         except BaseException:
             self.close()
@@ -132,10 +154,15 @@ class MegaTrainEngine:
         """Bring all weights up to date: for whoever reads them outside of a pass."""
         self.deferred.flush()
 
-    def _recomputed(self, blocks: int) -> int:
-        if isinstance(self.policy.recompute, int):
-            return self.policy.recompute
-        return 0 if self.policy.recompute == "none" else blocks
+    def _share_spare_memory(self) -> None:
+        """After the first training pass: what the device has left keeps activations, and what these leave keeps units."""
+        allocated = self.streamer.pool.nbytes + self.lander.slab_bytes
+        transient = self.engine.transient_bytes(allocated)
+        spare = self.engine.spare_bytes(allocated)
+        largest = self.recompute.largest_input
+        self.recompute.set_room(spare + transient, transient / largest if largest else 0.0)
+        if self.policy.resident == "auto":
+            self.streamer.pool.resident = max(0, int(0.9 * spare) - self.recompute.expected_bytes)
 
     def _install(self) -> None:
         for site in self.sites:
@@ -213,6 +240,13 @@ class MegaTrainEngine:
         self.context.open_calls.clear()
         self.streamer.begin(kind)
         if kind == "train":
+            self._passes += 1
+            if self._passes == 2:
+                self._share_spare_memory()
+            self.recompute.begin()
+            self.recorder.begin()
+            if self.parking is not None:
+                self.parking.begin()
             self._set_gradient_dtype(accumulate)
             self.lander.on_ready = self._update_unit if mode is StepMode.OVERLAP_BACKWARD else None
             for step in self.steps:

@@ -364,13 +364,7 @@ def _optimizer_kind(optimizers: list[Any]) -> str:
 
 def _refuse_unfinished(policy: OffloadPolicy) -> None:
     """Settings that the design names and this version does not have yet."""
-    asked = {
-        "activations='host'": policy.activations == "host",
-        "rows_per_pass": policy.rows_per_pass != "all",
-        "storage": policy.storage != "ram",
-        "embedding='host'": policy.embedding == "host",
-        "resident": policy.resident not in ("auto", 0),
-    }
+    asked = {"storage": policy.storage != "ram"}
     for name, wanted in asked.items():
         if wanted:
             raise ValueError(f"{name} is not in this version yet; leave it at its default (see CHANGELOG.md)")

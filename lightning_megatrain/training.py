@@ -19,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from lightning_megatrain.host.machine import available_host_bytes, stated_host_bytes
 from lightning_megatrain.models.weights import build_meta, model_config
 from lightning_megatrain.monitor.console import make_console
 from lightning_megatrain.monitor.memory import human_bytes
 from lightning_megatrain.monitor.progress import RunBar, RunMeter
-from lightning_megatrain.planning.machine import available_host_bytes, stated_host_bytes
 from lightning_megatrain.planning.plan import plan
 from lightning_megatrain.policy import OffloadPolicy
 

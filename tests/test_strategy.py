@@ -205,7 +205,7 @@ def test_replaced_parameters_are_named(trainer):
 
 def test_settings_of_later_versions_say_so():
     with pytest.raises(ValueError, match="not in this version"):
-        mt.MegaTrainStrategy(offload={"activations": "host"})
+        mt.MegaTrainStrategy(offload={"storage": "somewhere"})
 
 
 def test_lbfgs_on_split_masters_is_refused_and_in_fp32_is_torchs(trainer, compare):

@@ -78,6 +78,10 @@ class HostUnit:
         """Bytes of the weights: what one copy to the device moves."""
         return self.weights.nbytes
 
+    def sampled(self) -> Tensor:
+        """A few bit patterns spread over each parameter, (n,) int16: they differ after anybody wrote more than single elements."""
+        return torch.cat([_part(place).short() for place in self.parameters if place.count] or [torch.empty(0)])
+
 
 class HostStore:
     """Adopts a module's parameters unit by unit and hands out the memory of their state.
@@ -242,7 +246,8 @@ def _sample(host: HostUnit) -> Tensor:
 
 def _part(place: HostParameter) -> Tensor:
     """A few bit patterns spread over one parameter."""
-    bits = place.weight.view(-1).view(torch.int16)
+    flat = place.weight.view(-1)
+    bits = flat.view(torch.int16) if flat.element_size() > 1 else flat
     return bits[:: max(1, bits.numel() // 64)]
 
 

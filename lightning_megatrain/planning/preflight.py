@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from lightning_megatrain.host.machine import HOST_BYTES_VARIABLE, available_host_bytes, stated_host_bytes
 from lightning_megatrain.monitor.memory import human_bytes
-from lightning_megatrain.planning.machine import HOST_BYTES_VARIABLE, available_host_bytes, stated_host_bytes
 from lightning_megatrain.planning.plan import TrainingPlan, cheaper, module_bytes
 
 

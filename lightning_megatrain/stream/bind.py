@@ -1,8 +1,8 @@
 """Binding of weights: one site's forward with its units on the device.
 
 `Bind` is the one autograd function: host parameters in, views of the slots out; its backward gets all of a site's weight gradients at once.
-`SiteForward` replaces a site's `forward` for the length of a run. A site that recomputes goes through torch's own checkpoint, whose function acquires
-and binds by itself; otherwise a saved-tensors hook turns each saved view of a slot into a handle, so that nothing keeps the slot, and backward acquires
+`SiteForward` replaces a site's `forward` for the length of a run. A site that recomputes goes through torch's own checkpoint, whose second pass acquires
+and binds again; otherwise a saved-tensors hook turns each saved view of a slot into a handle, so that nothing keeps the slot, and backward acquires
 the unit again.
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megatrain.host.store import HostStore
 from lightning_megatrain.stream.landing import GradientLander
+from lightning_megatrain.stream.parking import Parking, bring_back, changed
+from lightning_megatrain.stream.recompute import BufferReplay, ChangingBuffers, KeptBytes, RecomputePlan, first_tensor, input_versions
+from lightning_megatrain.stream.record import Lane, Mark, Recorder
+from lightning_megatrain.stream.rows import join_rows, split_rows
 from lightning_megatrain.stream.slots import DeviceSlot
 from lightning_megatrain.stream.streamer import LayerStreamer
 from lightning_megatrain.units import Site
@@ -37,9 +41,15 @@ class StreamContext:
     streamer: LayerStreamer
     lander: GradientLander
     store: HostStore
-    recompute_sites: set[int]
-    """Ids of the submodules that run forward again in backward."""
-    open_calls: list[SiteCall]
+    recompute: RecomputePlan
+    recorder: Recorder
+    parking: Parking | None = None
+    """Where saved inputs wait; None: on the device."""
+    rows: int | None = None
+    """Batch rows that go through a block at a time."""
+    host_lookup: str = "auto"
+    """`OffloadPolicy.embedding`."""
+    open_calls: list[SiteCall] = field(default_factory=list)
 
     @property
     def in_place(self) -> bool:
@@ -88,20 +98,33 @@ class _Handle:
 
 
 class SiteCall:
-    """One call of a site, from its forward to the end of its backward."""
+    """One call of a site, from its forward to the end of its backward.
 
-    def __init__(self, context: StreamContext, site: Site) -> None:
+    Args:
+        context: the run's.
+        site: whose call.
+        on_host: it uses the host's weights in place: the device is the CPU, or it is a lookup of which only the rows cross.
+    """
+
+    def __init__(self, context: StreamContext, site: Site, *, on_host: bool) -> None:
         self.context = context
         self.site = site
-        self._ran = False
+        self.on_host = on_host
+        self._bound: tuple[Tensor, ...] = ()
         self._forward_slots: list[DeviceSlot] = []
         self._held: list[DeviceSlot] = []
+        self._measured: KeptBytes | None = None
+        self._backward_began: Mark | None = None
+
+    @property
+    def _unit(self) -> int:
+        return self.site.units[-1] if self.site.units else -1
 
     # forward
 
     def acquire(self) -> list[DeviceSlot]:
-        """The site's units on the device; nothing where the device uses them in place."""
-        if self.context.in_place:
+        """The site's units on the device; nothing where they are used in place."""
+        if self.on_host:
             for unit in self.site.units:
                 self.context.streamer.updates.ensure(unit)
             return []
@@ -113,7 +136,7 @@ class SiteCall:
 
     def views(self, slots: list[DeviceSlot]) -> list[Tensor]:
         """The site's weights on the device, in the order of its slots' parameters."""
-        if self.context.in_place:
+        if self.on_host:
             return [self.context.store.units[unit].parameters[position].weight for _, _, unit, position in self.site.slots]
         by_unit = dict(zip(self.site.units, slots, strict=True))
         return [by_unit[unit].views(self.context.store.units[unit])[position] for _, _, unit, position in self.site.slots]
@@ -134,45 +157,101 @@ class SiteCall:
             for owner, attribute, parameter in owners:
                 owner._parameters[attribute] = parameter
 
-    def keep(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Forward that keeps what autograd saves, weights excepted."""
+    def forward(self, original: Callable[..., Any], changing: ChangingBuffers, args: Any, kwargs: Any) -> Any:
+        """The site's forward with gradients: its units are there once for all slices of the batch, and bound once, so that their gradients come at once."""
+        plan = self.context.recompute
+        first = first_tensor(args, kwargs)
+        input_bytes = first.numel() * first.element_size() if first is not None else 0
+        again = plan.recomputes(self.site, input_bytes, self.context.streamer.engine.device.type)
+        calls = split_rows(args, kwargs, self.context.rows if self.site.recomputable else None)
         slots = self.acquire()
+        began = self._mark()
         try:
-            views = self.bind(slots)
-            with self.swapped(views):
-                if self.context.in_place:
-                    return original(*args, **kwargs)
-                self._forward_slots = slots
-                with saved_tensors_hooks(self._pack, self._unpack):
-                    return original(*args, **kwargs)
+            self._bound = self.bind(slots)
+            self._forward_slots = slots
+            if not again and plan.measures(self.site):
+                self._measured = KeptBytes((args, kwargs, self._bound))
+            outputs = [self._recomputing(original, changing, *call) if again else self._keeping(original, *call) for call in calls]
+            if self._measured is not None:
+                plan.note(self.site, self._measured.nbytes, input_bytes)
+            return join_rows(outputs, calls, self.site.name)
         finally:
-            self._forward_slots = []
+            self._bound, self._forward_slots, self._measured = (), [], None
+            self._note(began)
             self.release(slots)
 
-    def run(self, original: Callable[..., Any], versions: tuple[int, ...], dtype: torch.dtype, buffers: BufferReplay, args: Any, kwargs: Any) -> Any:
-        """The checkpointed function: the first pass lets its slots go, the second leaves them to backward."""
-        again, self._ran = self._ran, True
-        if again and versions != input_versions(args, kwargs):
-            raise RuntimeError(
-                f"an input of {self.site.name} ({type(self.site.module).__name__}) was changed by an in-place operation after its forward, "
-                "and is needed again in backward; clone it first, or set offload.recompute='none'"
-            )
+    def plain(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Forward without gradients."""
+        calls = split_rows(args, kwargs, self.context.rows if self.site.recomputable else None)
         slots = self.acquire()
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
         try:
-            if again:
-                self._enter_backward(slots)
-            with self.swapped(self.bind(slots)), buffers.pass_(again):
-                return original(*args, **kwargs)
+            with nullcontext() if self.context.in_place else self.swapped([view.detach() for view in self.views(slots)]):
+                return join_rows([original(*args, **kwargs) for args, kwargs in calls], calls, self.site.name)
         finally:
-            torch.set_default_dtype(previous)
+            self.release(slots)
+
+    def _keeping(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Keeps what autograd saves, weights excepted."""
+        with self.swapped(self._bound):
+            if self.on_host and self._measured is None:
+                return original(*args, **kwargs)
+            with saved_tensors_hooks(self._pack, self._unpack):
+                return original(*args, **kwargs)
+
+    def _recomputing(self, original: Callable[..., Any], changing: ChangingBuffers, args: Any, kwargs: Any) -> Any:
+        """Through torch's checkpoint: the first pass uses what is bound, the second asks for the units again and leaves them to backward."""
+        replay = BufferReplay(self.site.module, changing)
+        dtype = torch.get_default_dtype()
+        ran = False
+
+        def run(saved_args: Any, saved_kwargs: Any, _: Tensor | None) -> Any:
+            nonlocal ran
+            again, ran = ran, True
             if not again:
-                self.release(slots)
+                with self.swapped(self._bound), replay.pass_(False):
+                    return original(*now[0], **now[1])
+            if versions != input_versions(saved_args, saved_kwargs) or changed((saved_args, saved_kwargs)):
+                raise RuntimeError(
+                    f"an input of {self.site.name} ({type(self.site.module).__name__}) was changed by an in-place operation after its forward, "
+                    "and is needed again in backward; clone it first, or set offload.recompute='none'"
+                )
+            if not self._held:
+                self._enter_backward(self.acquire())
+            saved_args, saved_kwargs = bring_back((saved_args, saved_kwargs))
+            previous = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                with self.swapped(self.bind(self._held)), replay.pass_(True):
+                    return original(*saved_args, **saved_kwargs)
+            finally:
+                torch.set_default_dtype(previous)
+
+        parking = self.context.parking
+        now = [args, kwargs]  # emptied after the first pass: what is parked must not stay on the device
+        anchor = None
+        if parking is not None:
+            first = first_tensor(args, kwargs)
+            anchor = None if first is None else first.new_empty(0)
+            args, kwargs = parking.park(args, kwargs)
+        versions = input_versions(args, kwargs)
+        # arguments as two trees, so that checkpoint finds their devices and takes none of the keywords for its own; the anchor has the device of what is parked
+        out = checkpoint(run, args, kwargs, anchor, use_reentrant=False)
+        now.clear()
+        return out
 
     # backward
 
+    def _mark(self) -> Mark | None:
+        return self.context.streamer.engine.compute.mark() if self.context.recorder.on else None
+
+    def _note(self, began: Mark | None, *, backward: bool = False) -> None:
+        """A piece of the site's compute ends."""
+        if began is not None:
+            self.context.recorder.add(Lane.COMPUTE, self._unit, began, self.context.streamer.engine.compute.mark(), backward=backward)
+
     def _pack(self, tensor: Tensor) -> Any:
+        if self._measured is not None and not any(slot.owns(tensor) for slot in self._forward_slots):
+            self._measured.add(tensor)
         if tensor.layout == torch.strided:
             for index, slot in enumerate(self._forward_slots):
                 if slot.owns(tensor):
@@ -197,6 +276,7 @@ class SiteCall:
     def _enter_backward(self, slots: list[DeviceSlot]) -> None:
         self.context.in_backward(self)
         self._held = slots
+        self._backward_began = self._mark()
 
     def leave_backward(self) -> None:
         """Let the slots go that backward holds. Idempotent."""
@@ -206,12 +286,14 @@ class SiteCall:
     def land(self, gradients: Sequence[Tensor | None], nodes: Sequence[Node | None]) -> list[Tensor | None]:
         """All weight gradients of this call; returns what goes on to autograd, one a parameter."""
         self.context.in_backward(self)
+        self._note(self._backward_began, backward=True)
+        self._backward_began = None
         out: list[Tensor | None] = [None] * len(gradients)
         for unit in self.site.units:
             host = self.context.store.units[unit]
             at = [i for i, (_, _, u, _) in enumerate(self.site.slots) if u == unit]
             places = [host.parameters[self.site.slots[i][3]] for i in at]
-            landed = self.context.lander.land(host, places, [gradients[i] for i in at], [nodes[i] for i in at])
+            landed = self.context.lander.land(host, places, [gradients[i] for i in at], [nodes[i] for i in at], on_host=self.on_host)
             for i, gradient in zip(at, landed, strict=True):
                 out[i] = gradient
         self.leave_backward()
@@ -221,77 +303,27 @@ class SiteCall:
         """Refuse second derivatives, and let slots go when the inputs' gradients are there, also where no weight gets one."""
         for tensor in tree_iter(outputs):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(_refuse_second_derivative)
+                tensor.grad_fn.register_prehook(self._begins)
                 break
-        if self.context.in_place:
+        if self.on_host:
             return
         watched = [t for t in tree_iter(inputs) if isinstance(t, Tensor) and t.requires_grad]
-        left = [len(watched)]
+        count = left = len(watched)  # the hook must not hold the tensors
 
         def arrived(_: Tensor) -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                left[0] = len(watched)
+            nonlocal left
+            left -= 1
+            if left == 0:
+                left = count
                 self.leave_backward()
 
         for tensor in watched:
             tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
 
-
-def _refuse_second_derivative(_: tuple[Tensor, ...]) -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(SECOND_DERIVATIVE)
-
-
-def input_versions(args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Version counters of all tensors among a call's arguments."""
-    return tuple(t._version for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and not t.is_inference())
-
-
-class BufferReplay:
-    """Buffers that a forward changes (running statistics, balance biases): the second pass gets copies of what they were before the first.
-
-    Batch norm changes its statistics without raising their version, so such buffers are found by comparing values, once for each state of the
-    training flags.
-    """
-
-    def __init__(self, module: nn.Module, changing: dict[tuple[bool, ...], set[tuple[int, str]]]) -> None:
-        self._owners = [m for m in module.modules() if m._buffers]
-        self._changing = changing
-        self._before: list[tuple[nn.Module, str, Tensor]] = []
-
-    @contextmanager
-    def pass_(self, again: bool) -> Iterator[None]:
-        """Around the first (`again` False) or the second pass."""
-        if not self._owners:
-            yield
-        elif again:
-            now = [(owner, name, owner._buffers[name]) for owner, name, _ in self._before]
-            try:
-                for owner, name, value in self._before:
-                    owner._buffers[name] = value.clone()
-                yield
-            finally:
-                for owner, name, current in now:
-                    owner._buffers[name] = current
-        else:
-            key = tuple(owner.training for owner in self._owners)
-            known = self._changing.get(key)
-            self._before = [
-                (owner, name, value.clone())
-                for i, owner in enumerate(self._owners)
-                for name, value in owner._buffers.items()
-                if value is not None and (known is None or (i, name) in known)
-            ]
-            yield
-            if known is None:
-                index = {id(owner): i for i, owner in enumerate(self._owners)}
-                self._before = [(o, n, v) for o, n, v in self._before if o._buffers[n] is None or not _same(v, o._buffers[n])]
-                self._changing[key] = {(index[id(o)], n) for o, n, _ in self._before}
-
-
-def _same(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and a.shape == b.shape and bool(torch.equal(a, b))
+    def _begins(self, _: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(SECOND_DERIVATIVE)
+        self._backward_began = self._mark()
 
 
 class SiteForward:
@@ -302,7 +334,7 @@ class SiteForward:
         self.site = site
         self.original: Callable[..., Any] = site.module.forward
         self.was_instance_attribute = "forward" in site.module.__dict__
-        self._changing: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
+        self._changing: ChangingBuffers = {}
         self.__wrapped__ = self.original  # inspect.signature
 
     def install(self) -> None:
@@ -318,28 +350,25 @@ class SiteForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.site.loose:
             return self._with_copies(args, kwargs)
-        if not torch.is_grad_enabled():
-            return self._without_grad(args, kwargs)
-        call = SiteCall(self.context, self.site)
-        if id(self.site.module) not in self.context.recompute_sites:
-            out = call.keep(self.original, args, kwargs)
+        lookup = self._rows_only(args)
+        call = SiteCall(self.context, self.site, on_host=self.context.in_place or lookup)
+        device = self.context.streamer.engine.device
+        if lookup:
+            args = tuple(arg.to("cpu") if isinstance(arg, Tensor) else arg for arg in args)
+        if torch.is_grad_enabled():
+            out = call.forward(self.original, self._changing, args, kwargs)
+            call.watch((args, kwargs), out)
         else:
-            replay = BufferReplay(self.site.module, self._changing)
-            # arguments as two trees, so that checkpoint finds their devices and takes none of the keywords for its own
-            out = checkpoint(call.run, self.original, input_versions(args, kwargs), torch.get_default_dtype(), replay, args, kwargs, use_reentrant=False)
-        call.watch((args, kwargs), out)
-        return out
+            out = call.plain(self.original, args, kwargs)
+        return out.to(device) if lookup else out
 
-    def _without_grad(self, args: Any, kwargs: Any) -> Any:
-        call = SiteCall(self.context, self.site)
-        slots = call.acquire()
-        if self.context.in_place:
-            return self.original(*args, **kwargs)
-        try:
-            with call.swapped([view.detach() for view in call.views(slots)]):
-                return self.original(*args, **kwargs)
-        finally:
-            call.release(slots)
+    def _rows_only(self, args: Any) -> bool:
+        """Whether this is a lookup that moves fewer bytes as rows: the host looks up, the rows cross, and their gradients come back."""
+        module = self.site.module
+        if self.context.in_place or not isinstance(module, nn.Embedding) or self.was_instance_attribute or type(module).forward is not nn.Embedding.forward:
+            return False
+        setting, ids = self.context.host_lookup, args[0] if args else None
+        return isinstance(ids, Tensor) and (setting == "host" or (setting == "auto" and ids.numel() < module.num_embeddings))
 
     def _with_copies(self, args: Any, kwargs: Any) -> Any:
         if self.context.in_place:
@@ -364,7 +393,7 @@ def _plain_forward(module: nn.Module, original: Any) -> Any:
 @contextmanager
 def loose_copies(context: StreamContext, site: Site) -> Iterator[None]:
     """A leftover's own parameters on the device, by differentiable copies, for the time of one call."""
-    call = SiteCall(context, site)
+    call = SiteCall(context, site, on_host=context.in_place)
     device = context.streamer.engine.device
     parameters = [owner._parameters[attribute] for owner, attribute, _, _ in site.slots]
     with call.swapped([p.to(device, copy=True) for p in parameters if p is not None]):

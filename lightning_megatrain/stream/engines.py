@@ -21,6 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_megatrain.stream.record import Mark, Now
+
 
 class Event(Protocol):
     """A point of a stream."""
@@ -44,6 +46,9 @@ class Stream(Protocol):
     def record(self) -> Event:
         """The point after all work given so far."""
 
+    def mark(self) -> Mark:
+        """The same point, to be asked for its time."""
+
 
 class Engine(Protocol):
     """Primitives of one device."""
@@ -57,6 +62,12 @@ class Engine(Protocol):
 
     def allocate(self, nbytes: int) -> Tensor:
         """Device memory of `nbytes`, uint8."""
+
+    def spare_bytes(self, allocated: int) -> int:
+        """Device memory that nobody asked for in the passes so far. `allocated`: bytes of slots and slabs."""
+
+    def transient_bytes(self, allocated: int) -> int:
+        """The most that a pass took beside them, as far as the engine can tell."""
 
     def check(self) -> None:
         """Raise what went wrong in one of the engine's threads."""
@@ -87,14 +98,22 @@ class ImmediateStream:
     def record(self) -> Event:
         return _Reached()
 
+    def mark(self) -> Mark:
+        return Now()
+
 
 class DirectEngine:
-    """The device is the CPU: units are used where they are."""
+    """The device is the CPU: units are used where they are.
+
+    Args:
+        spare_bytes: tells how much memory activations may take.
+    """
 
     name = "direct"
     in_place = True
 
-    def __init__(self) -> None:
+    def __init__(self, spare_bytes: Callable[[], int] = lambda: 0) -> None:
+        self._spare_bytes = spare_bytes
         self.device = torch.device("cpu")
         self.compute: Stream = ImmediateStream()
         self.to_device: Stream = self.compute
@@ -102,6 +121,12 @@ class DirectEngine:
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def spare_bytes(self, allocated: int) -> int:
+        return self._spare_bytes()
+
+    def transient_bytes(self, allocated: int) -> int:
+        return 0  # what a pass takes lies in host memory, of which only half is asked for
 
     def check(self) -> None:
         return
@@ -124,6 +149,20 @@ class _ThreadEvent:
         self._reached.wait()
         if threading.current_thread() is not self._stream.thread:
             self._stream.check()
+
+
+class _ThreadMark(_ThreadEvent):
+    """An event that notes its time."""
+
+    _at = 0.0
+
+    def reach(self) -> None:
+        self._at = time.perf_counter()
+        super().reach()
+
+    def seconds(self) -> float:
+        self.wait()
+        return self._at
 
 
 class ThreadStream:
@@ -189,6 +228,11 @@ class ThreadStream:
         self._work.put(event.reach)
         return event
 
+    def mark(self) -> _ThreadMark:
+        event = _ThreadMark(self)
+        self._work.put(event.reach)
+        return event
+
     def close(self) -> None:
         if self.thread.is_alive():
             self._work.put(None)
@@ -196,12 +240,18 @@ class ThreadStream:
 
 
 class EmulatedEngine:
-    """Copies in threads into separate CPU memory; freed slots are NaN. Every ordering fault of the pipeline shows up without a GPU."""
+    """Copies in threads into separate CPU memory; freed slots are NaN. Every ordering fault of the pipeline shows up without a GPU.
+
+    Args:
+        h2d_gbps, d2h_gbps, jitter_seconds: the bus, see `ThreadStream`.
+        memory_bytes: size of the device's memory. Of activations it knows nothing.
+    """
 
     name = "emulated"
     in_place = False
 
-    def __init__(self, h2d_gbps: float, d2h_gbps: float, jitter_seconds: float) -> None:
+    def __init__(self, h2d_gbps: float, d2h_gbps: float, jitter_seconds: float, memory_bytes: int = 0) -> None:
+        self._memory_bytes = memory_bytes
         self.device = torch.device("cpu")
         self.compute: Stream = ImmediateStream()
         self._to_device = ThreadStream("h2d", h2d_gbps, jitter_seconds)
@@ -211,6 +261,12 @@ class EmulatedEngine:
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+
+    def spare_bytes(self, allocated: int) -> int:
+        return max(0, self._memory_bytes - allocated)
+
+    def transient_bytes(self, allocated: int) -> int:
+        return 0
 
     def check(self) -> None:
         self._to_device.check()
@@ -224,9 +280,10 @@ class EmulatedEngine:
 class CudaStream:
     """One of torch's streams; None for whichever is current (compute)."""
 
-    def __init__(self, stream: torch.Stream | None, device: torch.device) -> None:
+    def __init__(self, stream: torch.Stream | None, device: torch.device, start: tuple[torch.Event, float]) -> None:
         self._stream = stream
         self._device = device
+        self._start = start
 
     def _get(self) -> torch.Stream:
         return self._stream if self._stream is not None else torch.accelerator.current_stream(self._device)
@@ -236,14 +293,24 @@ class CudaStream:
         self._get().wait_event(event.event)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        with self._get():
+        stream = self._get()
+        with stream:
             target.copy_(source, non_blocking=True)
+        # memory of torch's allocator must not be given to somebody else before the copy is over
+        for tensor in (target, source):
+            if tensor.device.type != "cpu":
+                tensor.record_stream(stream)
 
     def poison(self, memory: Tensor) -> None:
         return
 
     def record(self) -> Event:
         return _DeviceEvent(self._get().record_event())
+
+    def mark(self) -> Mark:
+        event = torch.Event(self._device, enable_timing=True)
+        self._get().record_event(event)
+        return _DeviceMark(event, self._start)
 
 
 class _DeviceEvent:
@@ -254,20 +321,53 @@ class _DeviceEvent:
         self.event.synchronize()
 
 
+class _DeviceMark:
+    """Times of a device are differences: they are counted from an event whose time on the host's clock is known."""
+
+    def __init__(self, event: torch.Event, start: tuple[torch.Event, float]) -> None:
+        self._event, self._start = event, start
+
+    def seconds(self) -> float:
+        self._event.synchronize()
+        event, at = self._start
+        return at + event.elapsed_time(self._event) / 1000
+
+
 class CudaEngine:
-    """torch's streams on a GPU: compute on the current one, copies on one each way."""
+    """torch's streams on a GPU: compute on the current one, copies on one each way.
+
+    Args:
+        device: the GPU.
+        memory_bytes: device memory that the run may use; None: what it has.
+    """
 
     name = "cuda"
     in_place = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, memory_bytes: int | None = None) -> None:
         self.device = device
-        self.compute: Stream = CudaStream(None, device)
-        self.to_device: Stream = CudaStream(torch.Stream(device), device)
-        self.to_host: Stream = CudaStream(torch.Stream(device), device)
+        self._memory_bytes = memory_bytes
+        torch.cuda.reset_peak_memory_stats(device)
+        first = torch.Event(device, enable_timing=True)
+        torch.accelerator.current_stream(device).record_event(first)
+        first.synchronize()
+        start = (first, time.perf_counter())
+        self.compute: Stream = CudaStream(None, device, start)
+        self.to_device: Stream = CudaStream(torch.Stream(device), device, start)
+        self.to_host: Stream = CudaStream(torch.Stream(device), device, start)
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def spare_bytes(self, allocated: int) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        have = free + torch.cuda.memory_reserved(self.device)
+        if self._memory_bytes is not None:
+            have = min(have, self._memory_bytes)
+        return max(0, have - torch.cuda.max_memory_allocated(self.device))
+
+    def transient_bytes(self, allocated: int) -> int:
+        return max(0, torch.cuda.max_memory_allocated(self.device) - allocated)
 
     def check(self) -> None:
         return

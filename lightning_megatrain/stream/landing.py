@@ -17,6 +17,8 @@ from torch.autograd.graph import Node
 from lightning_megatrain.host.buffer import HostBuffer, Lane
 from lightning_megatrain.host.store import HostParameter, HostStore, HostUnit
 from lightning_megatrain.stream.engines import Engine, Event
+from lightning_megatrain.stream.record import Lane as RecordLane
+from lightning_megatrain.stream.record import Recorder
 
 UnitReady = Callable[[HostUnit, "list[tuple[HostParameter, Tensor]]", "Event | None"], None]
 """Called with a unit, its final gradients on the host, and the event after which they are there (None: they are)."""
@@ -46,11 +48,13 @@ class GradientLander:
     Args:
         engine: primitives of the device.
         store: where parameters live.
+        recorder: notes when copies were made.
         pin: page-lock the host's gradient memory.
     """
 
-    def __init__(self, engine: Engine, store: HostStore, *, pin: bool) -> None:
+    def __init__(self, engine: Engine, store: HostStore, recorder: Recorder, *, pin: bool) -> None:
         self._engine = engine
+        self._recorder = recorder
         self._store = store
         self._pin = pin
         self._nodes: dict[int, Node] = {}
@@ -67,7 +71,9 @@ class GradientLander:
         """Device bytes of the slabs."""
         return sum(slab.memory.numel() for slab in self._slabs)
 
-    def land(self, host: HostUnit, places: Sequence[HostParameter], gradients: Sequence[Tensor | None], nodes: Sequence[Node | None]) -> list[Tensor | None]:
+    def land(
+        self, host: HostUnit, places: Sequence[HostParameter], gradients: Sequence[Tensor | None], nodes: Sequence[Node | None], *, on_host: bool = False
+    ) -> list[Tensor | None]:
         """Take a unit's gradients in its backward; what is returned goes on to autograd's accumulation.
 
         Args:
@@ -75,6 +81,7 @@ class GradientLander:
             places: its parameters.
             gradients: one each, on the device; None where there is none.
             nodes: autograd's accumulation node of each, None where it needs no gradient.
+            on_host: the gradients are in host memory already.
         """
         own = self._gradients[host.unit.index]
         passed: list[Tensor | None] = [None] * len(places)
@@ -90,8 +97,9 @@ class GradientLander:
                 continue
             self._watch(place, node)
             own.expected.add(id(place.parameter))
-            if self._engine.in_place and self.on_ready is not None:
-                passed[i] = gradient  # it is used up within this backward
+            if (on_host and self.on_ready is not None) or gradient.layout != torch.strided:
+                self.wait(host)
+                passed[i] = gradient.to("cpu")  # it is used up within this backward; or it is sparse
             elif id(place.parameter) in own.crossed and place.parameter.grad is not None:
                 # the site was called more than once: added in the order in which autograd would add
                 self.wait(host)
@@ -103,14 +111,14 @@ class GradientLander:
                 key = id(place)
                 crossing[key] = (place, gradient if key not in crossing else crossing[key][1] + gradient)  # one weight under two names of a block
         if crossing:
-            self._cross(host, list(crossing.values()))
+            if on_host:
+                self._keep(host, self._gradients[host.unit.index], list(crossing.values()))
+            else:
+                self._cross(host, list(crossing.values()))
         return passed
 
     def _cross(self, host: HostUnit, crossing: list[tuple[HostParameter, Tensor]]) -> None:
         own = self._gradients[host.unit.index]
-        if self._engine.in_place:
-            self._keep(host, own, crossing)
-            return
         dtype = _gradient_dtype(crossing[0][0])
         same = [(place, gradient) for place, gradient in crossing if _gradient_dtype(place) == dtype]
         first = min(place.element_offset for place, _ in same) * dtype.itemsize
@@ -125,7 +133,10 @@ class GradientLander:
         # the gradients must be in the slab before the copy reads them
         self._engine.to_host.wait(self._engine.compute.record())
         buffer = self._host_buffer(host, own)
+        began = self._engine.to_host.mark() if self._recorder.on else None
         self._engine.to_host.copy(buffer.tensor(first, torch.uint8, (last - first,)), slab.memory[first:last])
+        if began is not None:
+            self._recorder.add(RecordLane.TO_HOST, host.unit.index, began, self._engine.to_host.mark(), backward=True, nbytes=last - first)
         slab.free = own.landed = self._engine.to_host.record()
         for place, _ in same:
             own.crossed.add(id(place.parameter))
@@ -147,7 +158,8 @@ class GradientLander:
 
     def _slab(self, host: HostUnit) -> GradientSlab:
         if not self._slabs:
-            largest = max(h.elements for h in self._store.units if h.unit.streamed) * 4
+            itemsize = max(4, *(place.dtype.itemsize for h in self._store.units for place in h.parameters))
+            largest = max(h.elements for h in self._store.units if h.unit.streamed) * itemsize
             self._slabs = [GradientSlab(self._engine.allocate(largest)) for _ in range(2)]
         self._next_slab = (self._next_slab + 1) % len(self._slabs)
         return self._slabs[self._next_slab]

@@ -7,7 +7,8 @@ than `prefetch_depth` foresees.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,16 +64,20 @@ class SlotPool:
         engine: allocates the memory.
         units: all units; those that do not stream get no slot.
         depth: how many units are copied ahead.
+        resident: bytes that may be taken beyond the `depth + 2` slots of each size.
     """
 
-    def __init__(self, engine: Engine, units: Sequence[HostUnit], depth: int) -> None:
+    def __init__(self, engine: Engine, units: Sequence[HostUnit], depth: int, resident: int = 0) -> None:
         self._engine = engine
+        self.resident = resident
+        self._extra = 0  # bytes taken of `resident`
         self._class_of: dict[int, int] = {}
         members: dict[int, int] = {}
         for host in sorted((h for h in units if h.unit.streamed and h.nbytes), key=lambda h: -h.nbytes):
             size = next((s for s in members if s * 3 // 4 <= host.nbytes <= s), host.nbytes)
             members[size] = members.get(size, 0) + 1
             self._class_of[host.unit.index] = size
+        self._members = members
         self._capacity = {size: min(count, depth + 2) for size, count in members.items()}
         self._slots: dict[int, list[DeviceSlot]] = {size: [] for size in members}
 
@@ -81,10 +86,13 @@ class SlotPool:
         """Device bytes allocated so far."""
         return sum(size * len(slots) for size, slots in self._slots.items())
 
-    def take(self, unit: int, needed_soon: Collection[int], *, must: bool) -> DeviceSlot | None:
-        """A slot for a unit, whose `idle` the copy has to wait for: an empty one, a new one, or the one of a unit that is not needed soon.
+    def take(self, unit: int, next_use: Callable[[int], int | None], *, must: bool) -> DeviceSlot | None:
+        """A slot for a unit, whose `idle` the copy has to wait for: an empty one, a new one, or the one of the unit that is needed last.
 
-        With `must`, a unit that is needed soon gives way, and if all are held the pool grows; without, None.
+        Args:
+            unit: to be copied into it.
+            next_use: how far off a unit's next use is, None for never.
+            must: take a slot also from a unit that is needed sooner, and if all are held let the pool grow; without, None.
         """
         size = self._class_of[unit]
         slots = self._slots[size]
@@ -94,12 +102,16 @@ class SlotPool:
                 return slot
         if len(slots) < self._capacity[size]:
             return self._grow(size)
-        for slot in free:
-            if slot.unit not in needed_soon:
-                return slot
-        if not must:
-            return None
-        return free[0] if free else self._grow(size)
+        if len(slots) < self._members[size] and self._extra + size <= self.resident:
+            self._extra += size
+            return self._grow(size)
+        if free:
+            uses = [math.inf if (use := next_use(slot.unit)) is None else use for slot in free if slot.unit is not None]
+            last = max(range(len(free)), key=uses.__getitem__)
+            own = next_use(unit)
+            if must or (own is not None and uses[last] > own):
+                return free[last]
+        return self._grow(size) if must else None
 
     def _grow(self, size: int) -> DeviceSlot:
         with torch.inference_mode(False):  # an inference tensor could not be used in training later

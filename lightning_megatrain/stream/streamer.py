@@ -7,12 +7,15 @@ Knows units and copies; knows nothing of modules, autograd or Lightning.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from lightning_megatrain.host.store import HostStore, HostUnit
 from lightning_megatrain.stream.engines import Engine
+from lightning_megatrain.stream.record import Lane, Recorder
 from lightning_megatrain.stream.slots import DeviceSlot, SlotPool
 
 
@@ -39,13 +42,17 @@ class StepTrace:
 
     def __init__(self) -> None:
         self.order: list[int] = []
+        self._places: dict[int, list[int]] = {}
         self._recording: list[int] = []
         self._position = 0
 
     def restart(self) -> None:
         """Begin a pass: what the last one recorded is the expectation."""
-        if self._recording:
+        if self._recording and self._recording != self.order:
             self.order = self._recording
+            self._places = {}
+            for at, unit in enumerate(self.order):
+                self._places.setdefault(unit, []).append(at)
         self._recording = []
         self._position = 0
 
@@ -57,19 +64,35 @@ class StepTrace:
     def note(self, unit: int) -> None:
         """A unit was needed."""
         self._recording.append(unit)
-        for at in range(self._position, len(self.order)):
-            if self.order[at] == unit:
-                self._position = at + 1
-                return
+        at = self._next(unit)
+        if at is not None:
+            self._position = at + 1
+
+    def _next(self, unit: int) -> int | None:
+        places = self._places.get(unit, ())
+        found = bisect_left(places, self._position)
+        return places[found] if found < len(places) else None
+
+    def distance(self, unit: int) -> int | None:
+        """Uses of other units before the next one of this; None if this pass needs it no more."""
+        at = self._next(unit)
+        return None if at is None else at - self._position
+
+    def distance_around(self, unit: int) -> int | None:
+        """As `distance`, counted on into the next pass, which is expected to be like this one."""
+        here = self.distance(unit)
+        if here is not None or unit not in self._places:
+            return here
+        return len(self.order) - self._position + self._places[unit][0]
 
     def ahead(self, depth: int) -> list[int]:
         """The next `depth` different units that are expected."""
         found: list[int] = []
-        for unit in self.order[self._position :]:
+        for at in range(self._position, len(self.order)):
             if len(found) >= depth:
                 break
-            if unit not in found:
-                found.append(unit)
+            if self.order[at] not in found:
+                found.append(self.order[at])
         return found
 
 
@@ -80,13 +103,20 @@ class LayerStreamer:
         engine: primitives of the device.
         store: the host's weights.
         depth: how many units are copied ahead.
+        resident: bytes of device memory that keep units from one use to the next, beyond what `depth` asks for.
+        recorder: notes when copies were made.
+
+    A slot is taken from the unit whose next use is farthest (Belady's rule, on the trace of the last pass): so the last units of the forward pass are still
+    there when backward begins, and what nobody changes (frozen weights, all weights while gradients are accumulated) may stay from pass to pass.
     """
 
-    def __init__(self, engine: Engine, store: HostStore, depth: int) -> None:
+    def __init__(self, engine: Engine, store: HostStore, depth: int, resident: int = 0, recorder: Recorder | None = None) -> None:
         self.engine = engine
+        self._recorder = recorder or Recorder()
         self._store = store
         self._depth = depth
-        self.pool = SlotPool(engine, [] if engine.in_place else store.units, depth)
+        self.pool = SlotPool(engine, [] if engine.in_place else store.units, depth, resident)
+        self._seen: dict[int, Tensor] = {}
         self._traces: dict[str, StepTrace] = {}
         self._trace = StepTrace()
         self._on_device: dict[int, DeviceSlot] = {}
@@ -101,12 +131,25 @@ class LayerStreamer:
         return trace.expected if trace is not None else []
 
     def begin(self, kind: str) -> None:
-        """Start a pass (`"train"`, `"eval"`): weights on the device are forgotten, since anybody may have written the host's."""
+        """Start a pass (`"train"`, `"eval"`): weights on the device are forgotten, since anybody may have written the host's.
+
+        With resident memory, those stay whose version and a sample of whose values are what they were.
+        """
         self._trace = self._traces.setdefault(kind, StepTrace())
         self._trace.restart()
         for slot in list(self._on_device.values()):
             slot.leases = 0
-            self._forget(slot)
+            if not (self.pool.resident and self._unwritten(slot)):
+                self._forget(slot)
+
+    def _unwritten(self, slot: DeviceSlot) -> bool:
+        assert slot.unit is not None
+        host = self._store.units[slot.unit]
+        if not self.updates.ready(slot.unit) or slot.stamp != _stamp(host):
+            return False
+        before, now = self._seen.get(slot.unit), host.sampled()
+        self._seen[slot.unit] = now
+        return before is not None and torch.equal(before, now)
 
     def acquire(self, unit: int) -> DeviceSlot:
         """A slot that holds the unit; compute given from now on may read it. Pair with `release`."""
@@ -114,7 +157,7 @@ class LayerStreamer:
         host = self._store.units[unit]
         self._trace.note(unit)
         slot = self._on_device.get(unit)
-        if slot is not None and slot.leases == 0 and slot.stamp != _stamp(host):
+        if slot is not None and slot.leases == 0 and (not self.updates.ready(unit) or slot.stamp != _stamp(host)):
             self._forget(slot)
             slot = None
         if slot is None:
@@ -136,8 +179,12 @@ class LayerStreamer:
         slot.leases -= 1
         if slot.leases == 0:
             slot.idle = self.engine.compute.record()
-            if slot.unit not in self._trace.ahead(self._depth + 1):
+            assert slot.unit is not None
+            if self._next_use(slot.unit) is None:
                 self._forget(slot)
+
+    def _next_use(self, unit: int) -> int | None:
+        return self._trace.distance_around(unit) if self.pool.resident else self._trace.distance(unit)
 
     def _load(self, host: HostUnit, *, must: bool) -> DeviceSlot | None:
         if must:
@@ -145,8 +192,7 @@ class LayerStreamer:
             self.updates.ensure(host.unit.index)
         elif not self.updates.ready(host.unit.index):
             return None
-        soon = self._trace.ahead(self._depth + 1)
-        slot = self.pool.take(host.unit.index, soon, must=must)
+        slot = self.pool.take(host.unit.index, self._next_use, must=must)
         if slot is None:
             return None
         if slot.unit is not None:
@@ -155,7 +201,10 @@ class LayerStreamer:
             # the compute that read the slot's last unit must be over before the copy writes
             self.engine.to_device.wait(slot.idle)
         slot.unit, slot.stamp = host.unit.index, _stamp(host)
+        began = self.engine.to_device.mark() if self._recorder.on else None
         self.engine.to_device.copy(slot.memory[: host.nbytes], self._sources[host.unit.index])
+        if began is not None:
+            self._recorder.add(Lane.TO_DEVICE, host.unit.index, began, self.engine.to_device.mark(), nbytes=host.nbytes)
         slot.loaded = self.engine.to_device.record()
         self._on_device[host.unit.index] = slot
         self.copied_bytes += host.nbytes

@@ -6,17 +6,27 @@ import os
 from pathlib import Path
 
 HOST_BYTES_VARIABLE = "LIGHTNING_MEGATRAIN_HOST_BYTES"
+DEVICE_BYTES_VARIABLE = "LIGHTNING_MEGATRAIN_DEVICE_BYTES"
 
 
 def stated_host_bytes() -> int | None:
     """Host memory that may be used as the environment variable states it, or None."""
-    stated = os.environ.get(HOST_BYTES_VARIABLE)
+    return _stated(HOST_BYTES_VARIABLE)
+
+
+def stated_device_bytes() -> int | None:
+    """Device memory that may be used as the environment variable states it, or None."""
+    return _stated(DEVICE_BYTES_VARIABLE)
+
+
+def _stated(variable: str) -> int | None:
+    stated = os.environ.get(variable)
     if stated is None:
         return None
     try:
         return int(stated)
     except ValueError:
-        raise ValueError(f"{HOST_BYTES_VARIABLE}: found {stated!r}, expected a whole number of bytes") from None
+        raise ValueError(f"{variable}: found {stated!r}, expected a whole number of bytes") from None
 
 
 def available_host_bytes() -> int:
