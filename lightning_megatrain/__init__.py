@@ -10,11 +10,12 @@ Importing this package registers the strategy name "megatrain":
 """
 
 from lightning_megatrain.monitor.memory import MemoryReport
+from lightning_megatrain.monitor.timeline import Timeline
 from lightning_megatrain.planning import TrainingPlan, plan
 from lightning_megatrain.policy import OffloadPolicy
 from lightning_megatrain.strategy import MegaTrainStrategy, register
 
 __version__ = "0.1.0"
-__all__ = ["MegaTrainStrategy", "MemoryReport", "OffloadPolicy", "TrainingPlan", "plan"]
+__all__ = ["MegaTrainStrategy", "MemoryReport", "OffloadPolicy", "Timeline", "TrainingPlan", "plan"]
 
 register()

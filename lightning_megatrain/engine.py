@@ -35,7 +35,7 @@ from lightning_megatrain.stream.engines import CudaEngine, DirectEngine, Emulate
 from lightning_megatrain.stream.landing import GradientLander
 from lightning_megatrain.stream.parking import Parking
 from lightning_megatrain.stream.recompute import RecomputePlan
-from lightning_megatrain.stream.record import Recorder
+from lightning_megatrain.stream.record import Lane, Recorder
 from lightning_megatrain.stream.streamer import LayerStreamer
 from lightning_megatrain.units import Site, find_units
 
@@ -101,7 +101,6 @@ class MegaTrainEngine:
             self.lander = GradientLander(self.engine, self.store, self.recorder, pin=pin and device.type == "cuda")
             self._open.callback(self.lander.close)
             self.steps: list[HostStep] = []
-            self._stepped = 0
             self._passes = 0
             self.recompute = RecomputePlan(policy.recompute, [site for site in self.sites if site.recomputable])
             self.parking: Parking | None = None
@@ -144,11 +143,7 @@ class MegaTrainEngine:
 
     def _after_update(self) -> None:
         self.deferred.start(self.streamer.expected)
-        self._stepped += 1
-        if self._stepped & (self._stepped - 1) == 0 or self._stepped % 256 == 0:
-            # After 1, 2, 4, 8 ... steps: the holes of the first ones go, and what activations take again each step is not mapped anew
-            # each time (given back after every step it made a step of 134M parameters 8% slower).
-            give_back(above_bytes=self.store.nbytes // 20)
+        self.context.heap.settle(self.store.nbytes // 20)
 
     def settle(self) -> None:
         """Bring all weights up to date: for whoever reads them outside of a pass."""
@@ -208,6 +203,7 @@ class MegaTrainEngine:
                 fused=self.policy.host_optimizer == "auto",
                 before_update=self._before_update,
                 after_update=self._after_update,
+                around=partial(self.recorder.host, Lane.UPDATE),
             )
             step.install()
             self._open.callback(step.remove)

@@ -62,7 +62,7 @@ _BETWEEN_STEPS = (
 # these run between steps and read no weights, or read them through the strategy
 _HARMLESS = (
     "ModelCheckpoint", "LearningRateMonitor", "TQDMProgressBar", "RunBar", "RichProgressBar", "EarlyStopping", "DeviceStatsMonitor", "ThroughputMonitor",
-    "Timer", "ModelSummary", "RichModelSummary", "GradientAccumulationScheduler", "RunMeter",
+    "Timer", "TimelineWriter", "TokenThroughput", "ModelSummary", "RichModelSummary", "GradientAccumulationScheduler", "RunMeter",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from lightning_megatrain.checkpoint.files import set_aside
 from lightning_megatrain.checkpoint.sharded import ShardedWeights, is_sharded, load, load_weights, refuse_other_folder, save
 from lightning_megatrain.engine import MegaTrainEngine
 from lightning_megatrain.monitor.memory import MemoryReport
+from lightning_megatrain.monitor.timeline import Timeline
 from lightning_megatrain.planning.plan import PRECISIONS, TrainingPlan, plan
 from lightning_megatrain.planning.preflight import check_host_memory
 from lightning_megatrain.policy import OffloadPolicy, StepMode
@@ -288,6 +289,12 @@ class _MegaTrain(_Base):
     def memory_report(self) -> MemoryReport:
         """Bytes by kind as measured."""
         return self._running.memory_report()
+
+    def timeline(self) -> Timeline:
+        """What the device, the bus and the host step did in the last training steps; also after fit."""
+        engine = self._running
+        engine.settle()
+        return Timeline.of(engine.recorder, [host.unit.name for host in engine.store], in_place=engine.engine.in_place)
 
     def teardown(self) -> None:
         """Give the module back as an ordinary CPU module; the store stays, for `master_state_dict` and a next fit."""

@@ -40,6 +40,7 @@ def train(config: DictConfig) -> dict[str, float]:
     model = instantiate(config.model, _convert_="all")
     meter = RunMeter()
     callbacks: list[L.Callback] = [meter, RunBar(refresh_rate=config.progress_every)]
+    callbacks += [instantiate(one, _convert_="all") for one in (config.get("callbacks") or {}).values()]
     if config.trainer.enable_checkpointing:
         every = config.checkpoint_every or max(config.trainer.max_steps, 0) or None
         callbacks.append(

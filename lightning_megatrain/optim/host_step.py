@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -34,6 +35,7 @@ class HostStep:
         fused: False makes every optimizer run its own step.
         before_update: called after the closure and before weights change: waits for overlapped updates.
         after_update: called at the end of each step.
+        around: entered with a unit's index while its weights are updated.
 
     Raises ValueError for LBFGS on split masters: it evaluates its closure many times a step.
     """
@@ -47,10 +49,12 @@ class HostStep:
         fused: bool,
         before_update: Callable[[], None],
         after_update: Callable[[], None] | None = None,
+        around: Callable[[int], AbstractContextManager[None]] = lambda unit: nullcontext(),
     ) -> None:
         self.optimizer = optimizer
         self._store = store
         self._kernel = kernel
+        self._around = around
         self._before_update = before_update
         self._after_update = after_update or (lambda: None)
         self.defer: Callable[[HostUnit, Callable[[], None]], None] | None = None
@@ -155,7 +159,8 @@ class HostStep:
             self._run(segments, list(touched.values()))
 
     def _run(self, segments: list[AdamSegment], touched: list[HostUnit]) -> None:
-        self._kernel.adam(segments)
+        with self._around(touched[0].unit.index if touched else -1):
+            self._kernel.adam(segments)
         for host in touched:
             self._store.note_written(host)
 

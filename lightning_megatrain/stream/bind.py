@@ -21,6 +21,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
+from lightning_megatrain.host.allocator import HeapWatch
 from lightning_megatrain.host.store import HostStore
 from lightning_megatrain.stream.landing import GradientLander
 from lightning_megatrain.stream.parking import Parking, bring_back, changed
@@ -49,6 +50,7 @@ class StreamContext:
     """Batch rows that go through a block at a time."""
     host_lookup: str = "auto"
     """`OffloadPolicy.embedding`."""
+    heap: HeapWatch = field(default_factory=HeapWatch)
     open_calls: list[SiteCall] = field(default_factory=list)
 
     @property
@@ -65,6 +67,7 @@ class StreamContext:
     def in_backward(self, call: SiteCall) -> None:
         """A call takes part in the running backward pass."""
         if not self.open_calls:
+            self.heap.note()
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)  # type: ignore[attr-defined]
         self.open_calls.append(call)
 
