@@ -16,7 +16,7 @@ lint: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet -e ".[bench]"
-	$(BIN)/python benchmarks/optimizer.py && $(BIN)/python benchmarks/stream.py
+	for name in optimizer stream overlap scaling; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "found Python " + sys.version.split()[0] + ", expected 3.11 or newer: make PYTHON=python3.12 train")'

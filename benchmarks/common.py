@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine in one line, tables, and results as JSON under benchmarks/results/."""
+"""What the benchmarks share: the machine in one line, tables, results as JSON under benchmarks/results/, and a streamed stack of blocks in a plain loop."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import json
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
+
+from lightning_megatrain.engine import MegaTrainEngine
+from lightning_megatrain.monitor.timeline import Step, Timeline
+from lightning_megatrain.policy import OffloadPolicy, StepMode
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -37,3 +43,49 @@ def save(name: str, figures: dict[str, Any]) -> None:
     command = " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]])
     record = {"command": command, "date": datetime.date.today().isoformat(), "machine": machine(), **figures}
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+class Stack(nn.Module):
+    """Blocks of one class, one after the other."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Run:
+    """A stack, its engine, AdamW and a plain loop.
+
+    Args:
+        model, x: what is trained, and on what.
+        mode: when the host updates.
+        policy: fields of `OffloadPolicy`; the stack's blocks are the units.
+    """
+
+    def __init__(self, model: Stack, x: Tensor, mode: StepMode, **policy: Any) -> None:
+        self.model, self.x, self.mode = model, x, mode
+        self.engine = MegaTrainEngine(model, OffloadPolicy(units=type(model.blocks[0]).__name__, **policy), torch.device("cpu"), bf16=False)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.engine.take_optimizers([self.optimizer])
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        start = time.perf_counter()
+        self.engine.begin("train", mode=self.mode)
+        self.model(self.x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    def recorded(self) -> Step:
+        """The last complete step's pieces."""
+        return Timeline.of(self.engine.recorder, [h.unit.name for h in self.engine.store], in_place=self.engine.engine.in_place).last
+
+    def close(self) -> None:
+        self.engine.settle()
+        self.engine.close()

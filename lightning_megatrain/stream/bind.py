@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
-from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatrain.host.allocator import HeapWatch
 from lightning_megatrain.host.store import HostStore
 from lightning_megatrain.stream.landing import GradientLander
 from lightning_megatrain.stream.parking import Parking, bring_back, changed
-from lightning_megatrain.stream.recompute import BufferReplay, ChangingBuffers, KeptBytes, RecomputePlan, first_tensor, input_versions
+from lightning_megatrain.stream.recompute import BufferReplay, ChangingBuffers, KeptBytes, RecomputePlan
 from lightning_megatrain.stream.record import Lane, Mark, Recorder
 from lightning_megatrain.stream.rows import join_rows, split_rows
 from lightning_megatrain.stream.slots import DeviceSlot
 from lightning_megatrain.stream.streamer import LayerStreamer
+from lightning_megatrain.stream.tensors import first_tensor, input_versions, tensors_in
 from lightning_megatrain.units import Site
 
 SECOND_DERIVATIVE = "second derivatives (create_graph=True) are not supported through streamed units; train this module with strategy='auto'"
@@ -52,6 +52,11 @@ class StreamContext:
     """`OffloadPolicy.embedding`."""
     heap: HeapWatch = field(default_factory=HeapWatch)
     open_calls: list[SiteCall] = field(default_factory=list)
+    anchor: Tensor = field(init=False)
+    """An empty tensor on the device."""
+
+    def __post_init__(self) -> None:
+        self.anchor = torch.empty(0, device=self.streamer.engine.device)
 
     @property
     def in_place(self) -> bool:
@@ -207,20 +212,22 @@ class SiteCall:
         dtype = torch.get_default_dtype()
         ran = False
 
-        def run(saved_args: Any, saved_kwargs: Any, _: Tensor | None) -> Any:
+        def run(_: Tensor) -> Any:
             nonlocal ran
             again, ran = ran, True
             if not again:
                 with self.swapped(self._bound), replay.pass_(False):
                     return original(*now[0], **now[1])
-            if versions != input_versions(saved_args, saved_kwargs) or changed((saved_args, saved_kwargs)):
+            saved_args, saved_kwargs = args, kwargs
+            if versions != input_versions(args, kwargs) or (parking is not None and changed((args, kwargs))):
                 raise RuntimeError(
                     f"an input of {self.site.name} ({type(self.site.module).__name__}) was changed by an in-place operation after its forward, "
                     "and is needed again in backward; clone it first, or set offload.recompute='none'"
                 )
             if not self._held:
                 self._enter_backward(self.acquire())
-            saved_args, saved_kwargs = bring_back((saved_args, saved_kwargs))
+            if parking is not None:
+                saved_args, saved_kwargs = bring_back((args, kwargs))
             previous = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
             try:
@@ -231,14 +238,11 @@ class SiteCall:
 
         parking = self.context.parking
         now = [args, kwargs]  # emptied after the first pass: what is parked must not stay on the device
-        anchor = None
         if parking is not None:
-            first = first_tensor(args, kwargs)
-            anchor = None if first is None else first.new_empty(0)
             args, kwargs = parking.park(args, kwargs)
         versions = input_versions(args, kwargs)
-        # arguments as two trees, so that checkpoint finds their devices and takes none of the keywords for its own; the anchor has the device of what is parked
-        out = checkpoint(run, args, kwargs, anchor, use_reentrant=False)
+        # checkpoint sees the device only: it would walk through the arguments with pytree, twice a call
+        out = checkpoint(run, self.context.anchor, use_reentrant=False)
         now.clear()
         return out
 
@@ -304,13 +308,13 @@ class SiteCall:
 
     def watch(self, inputs: Any, outputs: Any) -> None:
         """Refuse second derivatives, and let slots go when the inputs' gradients are there, also where no weight gets one."""
-        for tensor in tree_iter(outputs):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+        for tensor in tensors_in(outputs):
+            if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._begins)
                 break
         if self.on_host:
             return
-        watched = [t for t in tree_iter(inputs) if isinstance(t, Tensor) and t.requires_grad]
+        watched = [t for t in tensors_in(inputs) if t.requires_grad]
         count = left = len(watched)  # the hook must not hold the tensors
 
         def arrived(_: Tensor) -> None:

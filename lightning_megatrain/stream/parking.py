@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from lightning_megatrain.host.buffer import HostBuffer
 from lightning_megatrain.stream.engines import Engine, Event
-from lightning_megatrain.stream.recompute import first_tensor
+from lightning_megatrain.stream.tensors import first_tensor
 
 
 class Parked:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
+from lightning_megatrain.stream.tensors import tensors_in
 from lightning_megatrain.units import Site
 
 ChangingBuffers = dict[tuple[bool, ...], set[tuple[int, str]]]
@@ -112,7 +112,7 @@ class KeptBytes:
     """Sums the storages that a forward saves for backward, inputs and weights excepted."""
 
     def __init__(self, excepted: Sequence[Any]) -> None:
-        self._seen = {t.untyped_storage().data_ptr() for t in tree_iter(excepted) if isinstance(t, Tensor) and t.layout == torch.strided}
+        self._seen = {t.untyped_storage().data_ptr() for t in tensors_in(*excepted) if t.layout == torch.strided}
         self.nbytes = 0
 
     def add(self, tensor: Tensor) -> None:
@@ -122,16 +122,6 @@ class KeptBytes:
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.nbytes += storage.nbytes()
-
-
-def first_tensor(*trees: Any) -> Tensor | None:
-    """The first tensor among a call's arguments: a block's hidden states."""
-    return next((t for t in tree_iter(trees) if isinstance(t, Tensor)), None)
-
-
-def input_versions(args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Version counters of all tensors among a call's arguments."""
-    return tuple(t._version for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and not t.is_inference())
 
 
 class BufferReplay:

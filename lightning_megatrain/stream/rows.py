@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from lightning_megatrain.stream.recompute import first_tensor
+from lightning_megatrain.stream.tensors import first_tensor
 
 Call = tuple[Any, Any]
 """Positional and keyword arguments."""
