@@ -133,7 +133,7 @@ class MegaTrainEngine:
                 return store
         compute = torch.bfloat16 if self.bf16 else None
         split = self.bf16 and self.policy.master == "split"
-        store = HostStore(units, compute_dtype=compute, split=split, moments_dtype=_DTYPES[self.policy.moments], pin=pin)
+        store = HostStore(units, compute_dtype=compute, split=split, moments_dtype=_DTYPES[self.policy.moments], pin=pin, kept=_beside_statistics(self.module))
         give_back()
         return store
 
@@ -300,6 +300,12 @@ def _update_after(step: HostStep, pairs: list[tuple[Tensor, Tensor]], landed: Ev
     if landed is not None:
         landed.wait()
     step.update(pairs)
+
+
+def _beside_statistics(module: nn.Module) -> set[int]:
+    """Ids of the weights of batch norms with running statistics: buffers keep their dtype, and torch takes bf16 inputs with both in fp32 or both in bf16."""
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None]
+    return {id(p) for norm in norms for p in norm.parameters(recurse=False)}
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -7,7 +7,7 @@ Knows bytes; knows nothing of devices, autograd or Lightning.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from lightning_megatrain.host.buffer import HostBuffer, Lane
 from lightning_megatrain.host.master import combine, split_
 from lightning_megatrain.units import StreamUnit
 
+_FLOATS = (torch.float32, torch.float64, torch.float16)
 _ALIGN = 32  # elements: a cache line of the narrowest plane
 
 
@@ -92,13 +93,24 @@ class HostStore:
         split: keep the exact fp32 master of weights that were rounded to `compute_dtype` = bf16.
         moments_dtype: dtype of Adam's moments.
         pin: page-lock the weights.
+        kept: ids of parameters that don't take `compute_dtype`.
 
     Peak memory while adopting: the module and one unit.
     """
 
-    def __init__(self, units: Sequence[StreamUnit], *, compute_dtype: torch.dtype | None, split: bool, moments_dtype: torch.dtype, pin: bool) -> None:
+    def __init__(
+        self,
+        units: Sequence[StreamUnit],
+        *,
+        compute_dtype: torch.dtype | None,
+        split: bool,
+        moments_dtype: torch.dtype,
+        pin: bool,
+        kept: Collection[int] = (),
+    ) -> None:
         self._moments_dtype = moments_dtype
         self._pin = pin
+        self._kept = kept
         self.plain_bf16 = compute_dtype == torch.bfloat16 and not split  # bf16 weights are all there is of them
         self.gradient_bytes = 0  # most bytes of gradients seen at the end of a backward
         self.overlapped_bytes = 0  # most bytes of gradients on their way to an overlapped update
@@ -116,7 +128,8 @@ class HostStore:
             raise ValueError(
                 f"parameter {meta[0]} is on the meta device, expected real values; fill the module in configure_model before the strategy takes it"
             )
-        dtypes = [compute_dtype if compute_dtype is not None and p.dtype in (torch.float32, torch.float64, torch.float16) else p.dtype for p in unit.parameters]
+        rounds = [compute_dtype is not None and id(p) not in self._kept and p.dtype in _FLOATS for p in unit.parameters]
+        dtypes = [compute_dtype if rounded and compute_dtype is not None else p.dtype for p, rounded in zip(unit.parameters, rounds, strict=True)]
         offsets, element_offsets, nbytes, elements = _layout(unit.parameters, dtypes)
         weights = HostBuffer(nbytes, pin=self._pin)
         # a weight that is bf16 already has a master too: it starts with an empty trail

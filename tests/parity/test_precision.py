@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.conftest import LanguageModel, ValidatedModel, batches, loader, tiny_llama
+from tests.conftest import LanguageModel, Squares, ValidatedModel, batches, loader, tiny_llama
 
 
 def nearest_bf16(x):
@@ -90,3 +90,14 @@ def test_buffers_keep_their_dtype(trainer):
 def test_fp16_is_refused_with_what_to_use_instead(trainer, precision):
     with pytest.raises(ValueError, match="bf16-true"):
         trainer(precision=precision)
+
+
+def test_a_batch_norm_stays_in_fp32_with_its_statistics(trainer):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 16))
+    module = Squares(net)
+    trainer(max_steps=4, precision="bf16-true").fit(module, loader([torch.randn(8, 16).bfloat16()] * 4))
+    assert net[1].weight.dtype == net[1].running_mean.dtype == torch.float32
+    assert net[0].weight.dtype == torch.bfloat16
+    assert net[1].running_mean.abs().max() > 0
+    assert module.losses[-1] < module.losses[0]
