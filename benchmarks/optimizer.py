@@ -38,8 +38,8 @@ def candidates(count: int, kernel: HostKernel) -> dict[str, Callable[[], object]
     whole = AdamSegment(plane(count, torch.float32, Lane.WEIGHTS).normal_(), None, gradient32, moments[2], moments[3], SCALARS)
     found: dict[str, Callable[[], object]] = {
         "read-modify-write (floor)": lambda: kernel.read_modify_write(moved),
-        "HostAdamW, split master": lambda: kernel.adam([split]),
-        "HostAdamW, fp32": lambda: kernel.adam([whole]),
+        "HostAdamW, split master": lambda: kernel.step([split]),
+        "HostAdamW, fp32": lambda: kernel.step([whole]),
     }
     fused = torch.nn.Parameter(torch.randn(count))
     fused.grad = torch.empty(count)

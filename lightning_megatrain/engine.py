@@ -211,12 +211,13 @@ class MegaTrainEngine:
         if any(step.fused for step in self.steps) and not self.kernel.compiled:
             _log.warning("no compiled kernel was found: the host step runs in torch, slower; install a C++ compiler and reinstall the package")
 
-    def begin(self, kind: str, *, mode: StepMode = StepMode.AFTER_BACKWARD, accumulate: bool = False) -> None:
+    def begin(self, kind: str, *, mode: StepMode = StepMode.AFTER_BACKWARD, accumulate: bool = False, clip: bool = False) -> None:
         """Before a forward: `kind` is "train" or "eval".
 
         Args:
             mode: when the step at the end of this pass updates weights. OVERLAP_BACKWARD needs one optimizer that can step by unit.
             accumulate: gradients of several batches are added up: in fp32.
+            clip: `clip_by_norm` will be asked for at the end.
 
         Raises RuntimeError naming a parameter that was replaced or moved since the run began.
         """
@@ -244,9 +245,14 @@ class MegaTrainEngine:
             if self.parking is not None:
                 self.parking.begin()
             self._set_gradient_dtype(accumulate)
-            self.lander.on_ready = self._update_unit if mode is StepMode.OVERLAP_BACKWARD else None
+            self.lander.begin(self._update_unit if mode is StepMode.OVERLAP_BACKWARD else None, measure=clip and not accumulate)
             for step in self.steps:
                 step.defer = self._defer if mode is StepMode.OVERLAP_FORWARD and step.fused else None
+
+    def clip_by_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
+        """Clip an optimizer's gradients by their norm, in the step that is to come; False if that can't be, and nothing was done."""
+        step = next((step for step in self.steps if step.optimizer is optimizer), None)
+        return step is not None and step.clip_by_norm(max_norm, self.lander.norm)
 
     def _defer(self, host: HostUnit, update: Callable[[], None]) -> None:
         self.deferred.put(host.unit.index, update)

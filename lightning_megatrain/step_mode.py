@@ -38,13 +38,9 @@ def reason_against_overlap(trainer: Any, module: Any, steps: Sequence[HostStep],
         return "gradient clipping needs all gradients"
     if getattr(trainer, "_detect_anomaly", False):
         return "anomaly detection reads gradients"
-    for hook in _MODULE_HOOKS:
-        if _overrides(module, hook, module_class):
-            return f"{type(module).__name__}.{hook} may read gradients"
-    for callback in trainer.callbacks:
-        for hook in _CALLBACK_HOOKS:
-            if _overrides(callback, hook, callback_class):
-                return f"{type(callback).__name__}.{hook} may read gradients"
+    reader = _gradient_reader(trainer, module, module_class, callback_class)
+    if reader is not None:
+        return f"{reader} may read gradients"
     if len(steps) > 1:
         return "there are several optimizers"
     for step in steps:
@@ -82,6 +78,23 @@ def reason_against_deferral(trainer: Any, module: Any, steps: Sequence[HostStep]
         for callback in trainer.callbacks:
             if type(callback).__name__ not in _HARMLESS and _overrides(callback, hook, callback_class):
                 return f"{type(callback).__name__}.{hook} may read weights"
+    return None
+
+
+def clips_in_step(trainer: Any, module: Any, steps: Sequence[HostStep], module_class: type, callback_class: type) -> bool:
+    """Whether the step itself may multiply gradients by the clip factor: nobody looks at them before or after. Arguments as in `reason_against_overlap`."""
+    if not trainer.gradient_clip_val or trainer.gradient_clip_algorithm not in (None, "norm"):
+        return False
+    told = (trainer, module, module_class, callback_class)
+    return _gradient_reader(*told) is None and reason_against_deferral(trainer, module, steps, module_class, callback_class) is None
+
+
+def _gradient_reader(trainer: Any, module: Any, module_class: type, callback_class: type) -> str | None:
+    """The first hook that may look at gradients between backward and the step."""
+    for owner, hooks, base in ((module, _MODULE_HOOKS, module_class), *((callback, _CALLBACK_HOOKS, callback_class) for callback in trainer.callbacks)):
+        for hook in hooks:
+            if _overrides(owner, hook, base):
+                return f"{type(owner).__name__}.{hook}"
     return None
 
 

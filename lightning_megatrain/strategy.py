@@ -27,7 +27,7 @@ from lightning_megatrain.monitor.timeline import Timeline
 from lightning_megatrain.planning.plan import PRECISIONS, TrainingPlan, plan
 from lightning_megatrain.planning.preflight import check_host_memory
 from lightning_megatrain.policy import OffloadPolicy, StepMode
-from lightning_megatrain.step_mode import accumulates, reason_against_deferral, reason_against_overlap
+from lightning_megatrain.step_mode import accumulates, clips_in_step, reason_against_deferral, reason_against_overlap
 
 _log = logging.getLogger(__name__)
 NAME = "megatrain"
@@ -66,6 +66,7 @@ class _MegaTrain(_Base):
         self.state_dict_type = state_dict_type
         self._engine: MegaTrainEngine | None = None
         self._said: str | None = None
+        self._clips_in_step = False
         self._exact: Mapping[str, Any] | None = None
         self._parallel_devices: list[torch.device] = []
         super().__init__(device="cpu", accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)  # type: ignore[call-arg]
@@ -120,6 +121,7 @@ class _MegaTrain(_Base):
             self._step_mode(trainer, module, self._engine.steps)
             hook = module.register_state_dict_pre_hook(lambda *_: self._running.settle())
             self._engine.on_close(hook.remove)
+            self._take_clipping(self._engine)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -156,6 +158,7 @@ class _MegaTrain(_Base):
         wanted = self.offload.optimizer_step
         package = importlib.import_module(self._package)
         told = (trainer, module, steps, package.LightningModule, package.Callback)
+        self._clips_in_step = bool(steps) and clips_in_step(*told)
         mode, against = StepMode.AFTER_BACKWARD, "as set"
         if wanted == StepMode.OVERLAP_FORWARD.value:
             mode, against = StepMode.OVERLAP_FORWARD, reason_against_deferral(*told) or ""
@@ -173,12 +176,26 @@ class _MegaTrain(_Base):
             _log.info(f"megatrain: {line}")
         return mode
 
+    def _take_clipping(self, engine: MegaTrainEngine) -> None:
+        """Where nobody looks at gradients, the step multiplies them by the clip factor: a pass over host memory less."""
+        plugin = self.precision_plugin
+        plain = plugin.clip_grad_by_norm
+        if getattr(type(plugin).clip_grad_by_norm, "__qualname__", "") != "Precision.clip_grad_by_norm" or "clip_grad_by_norm" in plugin.__dict__:
+            return  # the user's own
+
+        def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
+            if not (self._clips_in_step and engine.clip_by_norm(optimizer, float(clip_val))):
+                plain(optimizer, clip_val)
+
+        plugin.clip_grad_by_norm = clip_grad_by_norm
+        engine.on_close(lambda: plugin.__dict__.pop("clip_grad_by_norm", None))
+
     # steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         engine, module = self._running, self._module
         mode = self._step_mode(module.trainer, module, engine.steps)
-        engine.begin("train", mode=mode, accumulate=accumulates(module.trainer, module))
+        engine.begin("train", mode=mode, accumulate=accumulates(module.trainer, module), clip=self._clips_in_step)
         with engine.loose_root():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 

@@ -102,7 +102,7 @@ def test_an_error_in_the_step_worker_reaches_the_user(trainer, monkeypatch):
     def fail(self, segments, width=None):
         raise FloatingPointError("the kernel is gone")
 
-    monkeypatch.setattr(HostKernel, "adam", fail)
+    monkeypatch.setattr(HostKernel, "step", fail)
     with pytest.raises(RuntimeError, match="the kernel is gone"):
         trainer(max_steps=3, offload=EMULATED).fit(LanguageModel(tiny_llama()), loader(batches(3)))
 

@@ -43,7 +43,7 @@ class HostParameter:
     weight: Tensor
     trail: Tensor | None = None
     version: int = 0
-    moments: tuple[Tensor, Tensor] | None = None
+    moments: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -70,7 +70,7 @@ class HostUnit:
     weights: HostBuffer
     elements: int
     trail: HostBuffer | None = None
-    moments: list[HostBuffer] = field(default_factory=list)
+    moments: dict[int, HostBuffer] = field(default_factory=dict)
     sample: Tensor | None = None
     updates: int = 0
 
@@ -91,7 +91,7 @@ class HostStore:
         units: what `find_units` found; parameters on the CPU.
         compute_dtype: dtype that fp32 weights take in the store, or None to leave every dtype as it is.
         split: keep the exact fp32 master of weights that were rounded to `compute_dtype` = bf16.
-        moments_dtype: dtype of Adam's moments.
+        moments_dtype: dtype of the optimizer's moments.
         pin: page-lock the weights.
         kept: ids of parameters that don't take `compute_dtype`.
 
@@ -158,7 +158,7 @@ class HostStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers allocated so far."""
-        buffers = [b for host in self.units for b in (host.weights, host.trail, *host.moments) if b is not None]
+        buffers = [b for host in self.units for b in (host.weights, host.trail, *host.moments.values()) if b is not None]
         return sum(b.nbytes for b in buffers)
 
     def find(self, parameter: Tensor) -> HostParameter | None:
@@ -173,17 +173,16 @@ class HostStore:
     def unit_of(self, parameter: Tensor) -> HostUnit:
         return self._unit_of[id(parameter)]
 
-    def moments(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        """Adam's two moments of a parameter: zeroed at first, the same views at each call."""
+    def moment(self, parameter: Tensor, which: int) -> Tensor:
+        """The first (0) or second (1) moment of a parameter: the same view at each call, zeros at first."""
         place = self._by_parameter[id(parameter)]
-        if place.moments is None:
+        if which not in place.moments:
             host = self._unit_of[id(parameter)]
-            if not host.moments:
-                host.moments = [HostBuffer(host.elements * self._moments_dtype.itemsize, lane=lane) for lane in (Lane.EXP_AVG, Lane.EXP_AVG_SQ)]
+            if which not in host.moments:
+                host.moments[which] = HostBuffer(host.elements * self._moments_dtype.itemsize, lane=(Lane.EXP_AVG, Lane.EXP_AVG_SQ)[which])
             at = place.element_offset * self._moments_dtype.itemsize
-            first, second = (buffer.tensor(at, self._moments_dtype, place.weight.shape) for buffer in host.moments)
-            place.moments = (first, second)
-        return place.moments
+            place.moments[which] = host.moments[which].tensor(at, self._moments_dtype, place.weight.shape)
+        return place.moments[which]
 
     def note_written(self, host: HostUnit) -> None:
         """A unit was written by us: what differs from now on was written by somebody else."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_megatrain.host.master import combine
-from lightning_megatrain.optim.kernel import AdamScalars, AdamSegment, HostKernel
+from lightning_megatrain.optim.kernel import AdamScalars, AdamSegment, HostKernel, Segment
 from lightning_megatrain.optim.state import load_state_exactly
 
 
@@ -68,12 +68,12 @@ class HostAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        segments = []
+        segments: list[Segment] = []
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     segments.append(self._segment(p, group))
-        self._kernel.adam(segments)
+        self._kernel.step(segments)
         return result
 
     def _segment(self, p: Tensor, group: dict[str, Any]) -> AdamSegment:

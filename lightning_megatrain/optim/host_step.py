@@ -1,7 +1,7 @@
 """`HostStep`: the user's optimizer, stepping in host memory.
 
 The user's optimizer object stays the truth: hyperparameters are read from its `param_groups` at each step, its `state` holds views of the store in
-torch's own layout. AdamW and Adam run in the fused kernel; every other optimizer runs its own `step`, on exact fp32 masters where weights are split.
+torch's own layout. AdamW, Adam and SGD run in the fused kernel; every other optimizer runs its own `step`, on exact fp32 masters where weights are split.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatrain.host.store import HostParameter, HostStore, HostUnit
-from lightning_megatrain.optim.kernel import AdamScalars, AdamSegment, HostKernel
+from lightning_megatrain.optim.kernel import AdamScalars, AdamSegment, HostKernel, Segment, SgdScalars, SgdSegment
 from lightning_megatrain.optim.state import copy_of, load_state_exactly
 
 Pair = tuple[Tensor, Tensor]
@@ -59,7 +59,9 @@ class HostStep:
         self._after_update = after_update or (lambda: None)
         self.defer: Callable[[HostUnit, Callable[[], None]], None] | None = None
         """Set for steps whose updates wait for the next forward: takes a unit and its update. Only the fused optimizers' updates can wait."""
-        self.fused = fused and type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and not any(_unusual(group) for group in optimizer.param_groups)
+        self._moments = _MOMENTS.get(type(optimizer), ())
+        self.fused = fused and bool(self._moments) and not any(_unusual(group) for group in optimizer.param_groups)
+        self._clip = 1.0
         self._split = any(place.trail is not None for host in store for place in host.parameters)
         if self._split and isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS evaluates its closure many times a step, which the split bf16 master does not allow; use precision='32-true'")
@@ -97,9 +99,27 @@ class HostStep:
         """Load the optimizer's state dict; moments go straight into the store."""
         load_state_exactly(self.optimizer, saved, own=self._into_store)
 
+    @torch.no_grad()
+    def clip_by_norm(self, max_norm: float, norm: Callable[[Tensor], Tensor]) -> bool:
+        """`torch.nn.utils.clip_grad_norm_`, but the coming step multiplies, in its own pass over the gradients; these stay as they are.
+
+        Args:
+            max_norm: of all gradients together.
+            norm: L2 norm of a parameter's gradient.
+
+        Returns False, and does nothing, if this optimizer's gradients are not all of one kind that the kernel reads.
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        kinds = {(p.grad.dtype, p.grad.device.type, p.grad.layout) for p in parameters if p.grad is not None}
+        if not self.fused or len(kinds) != 1 or (torch.strided not in (kind[2] for kind in kinds)):
+            return False
+        total = torch.linalg.vector_norm(torch.stack([norm(p) for p in parameters]))
+        self._clip = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return True
+
     def _into_store(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
-        if self.fused and key in ("exp_avg", "exp_avg_sq") and self._store.find(parameter) is not None:
-            return self._store.moments(parameter)[key == "exp_avg_sq"].copy_(value)
+        if self.fused and key in self._moments and self._store.find(parameter) is not None:
+            return self._store.moment(parameter, self._moments.index(key)).copy_(value)
         return copy_of(parameter, key, value)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -120,6 +140,7 @@ class HostStep:
                 self.update(list(members))
         else:
             self.update(pairs)
+        self._clip = 1.0
         return result
 
     def _then_wait(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -151,6 +172,8 @@ class HostStep:
             else:
                 rest.append((parameter, gradient, place))
         if rest:
+            for _, gradient, _ in rest if self._clip != 1.0 else ():
+                gradient.mul_(self._clip)
             self._step_alone(rest)
         if self.defer is not None and segments and len(touched) == 1 and not rest:
             (host,) = touched.values()
@@ -158,9 +181,9 @@ class HostStep:
         else:
             self._run(segments, list(touched.values()))
 
-    def _run(self, segments: list[AdamSegment], touched: list[HostUnit]) -> None:
+    def _run(self, segments: list[Segment], touched: list[HostUnit]) -> None:
         with self._around(touched[0].unit.index if touched else -1):
-            self._kernel.adam(segments)
+            self._kernel.step(segments)
         for host in touched:
             self._store.note_written(host)
 
@@ -171,28 +194,36 @@ class HostStep:
             self._counted = counted
         return self._groups
 
-    def _segment(self, parameter: Tensor, gradient: Tensor, place: HostParameter | None, group: dict[str, Any]) -> AdamSegment:
+    def _segment(self, parameter: Tensor, gradient: Tensor, place: HostParameter | None, group: dict[str, Any]) -> Segment:
         state = self.optimizer.state[parameter]
-        if place is not None:
-            exp_avg, exp_avg_sq = self._store.moments(parameter)
-        else:
-            exp_avg, exp_avg_sq = state.get("exp_avg", torch.zeros_like(parameter)), state.get("exp_avg_sq", torch.zeros_like(parameter))
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            exp_avg.zero_()
-            exp_avg_sq.zero_()
-        elif state["exp_avg"].data_ptr() != exp_avg.data_ptr():  # loaded from a checkpoint: it moves into the store
-            exp_avg.copy_(state["exp_avg"])
-            exp_avg_sq.copy_(state["exp_avg_sq"])
-        state["exp_avg"], state["exp_avg_sq"] = exp_avg, exp_avg_sq
-        state["step"] += 1
+        weight, trail = parameter.detach(), place.trail if place is not None else None
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+        if isinstance(self.optimizer, torch.optim.SGD):
+            sgd = SgdScalars(
+                lr=lr, momentum=float(group["momentum"]), dampening=float(group["dampening"]), weight_decay=weight_decay, nesterov=bool(group["nesterov"]),
+                first=state.get("momentum_buffer") is None, clip=self._clip,
+            )  # fmt: skip
+            return SgdSegment(weight, trail, gradient.contiguous(), self._moment(parameter, place, 0) if sgd.momentum else None, sgd)
+        exp_avg, exp_avg_sq = self._moment(parameter, place, 0), self._moment(parameter, place, 1)
+        state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
         beta1, beta2 = group["betas"]
-        scalars = AdamScalars(
-            lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), eps=float(group["eps"]), weight_decay=float(group["weight_decay"]),
-            decoupled=bool(group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))), step=int(state["step"].item()),
+        adam = AdamScalars(
+            lr=lr, beta1=float(beta1), beta2=float(beta2), eps=float(group["eps"]), weight_decay=weight_decay,
+            decoupled=bool(group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))), step=int(state["step"].item()), clip=self._clip,
         )  # fmt: skip
-        trail = place.trail if place is not None else None
-        return AdamSegment(parameter.detach(), trail, gradient.contiguous(), exp_avg, exp_avg_sq, scalars)
+        return AdamSegment(weight, trail, gradient.contiguous(), exp_avg, exp_avg_sq, adam)
+
+    def _moment(self, parameter: Tensor, place: HostParameter | None, which: int) -> Tensor:
+        """One of the optimizer's moments, in the store: zeros at the first step, and what was loaded from a checkpoint moves in."""
+        state, key = self.optimizer.state[parameter], self._moments[which]
+        held = state.get(key)
+        own: Tensor = self._store.moment(parameter, which) if place is not None else torch.zeros_like(parameter) if held is None else held
+        if held is None:
+            own.zero_()
+        elif held.data_ptr() != own.data_ptr():
+            own.copy_(held)
+        state[key] = own
+        return own
 
     def _step_alone(self, members: Sequence[tuple[Tensor, Tensor, HostParameter | None]]) -> None:
         """The optimizer's own step on these parameters only, on their exact masters."""
@@ -218,6 +249,14 @@ class HostStep:
                     place.write_master(p.data)
                     p.data = place.weight
                 p.grad = held
+
+
+_MOMENTS: dict[type, tuple[str, ...]] = {
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",),
+}
+"""The fused optimizers, with the names of their moments in torch's state."""
 
 
 def _own_step(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:

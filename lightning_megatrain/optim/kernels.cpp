@@ -1,6 +1,6 @@
-// The host's fused Adam step: each byte of weight, trail, gradient and moments is read once and written once.
+// The host's fused Adam and SGD steps: each byte of weight, trail, gradient and moments is read once and written once.
 //
-// Plain C ABI, no torch headers: loaded through ctypes. The arithmetic is that of torch.optim.AdamW(fused=True) on CPU,
+// Plain C ABI, no torch headers: loaded through ctypes. The arithmetic is that of torch.optim.AdamW(fused=True) and torch.optim.SGD on CPU,
 // element by element, so the result does not depend on the vector width, on the number of threads or on how a unit is cut:
 // every fused multiply-add is explicit and the compiler may contract nothing else (-ffp-contract=off).
 //
@@ -39,7 +39,37 @@ struct MtSegment {
   float minus_step_size;  // -lr / (1 - beta1^t)
   float correction2_sqrt;  // sqrt(1 - beta2^t)
   float eps;
+  float clip;  // what the gradient is multiplied by, and rounded to its dtype, before anything else
 };
+
+struct MtSgdSegment {
+  void* weight;
+  int16_t* trail;
+  const void* grad;
+  void* momentum;  // fp32 or bf16; null without momentum
+  int64_t count;
+  float weight_decay;
+  float mu;
+  float one_minus_dampening;  // of a later step; the first one takes the gradient itself
+  float minus_lr;
+  float clip;
+  int32_t first;  // 1: the momentum begins here
+  int32_t nesterov;
+};
+}
+
+extern "C" {
+// The widest instruction set of this machine: 0 baseline, 1 AVX2 with FMA, 2 AVX-512.
+int mt_widest(void) {
+#ifdef MT_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("fma"))
+    return 2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+  return 0;
+}
 }
 
 namespace {
@@ -59,16 +89,19 @@ struct F32 {
   using type = float;
   static MT_INLINE float load(const float* p, int64_t i) { return p[i]; }
   static MT_INLINE void store(float* p, int64_t i, float value) { p[i] = value; }
+  static MT_INLINE float round(float value) { return value; }
 };
 struct BF16 {
   using type = uint16_t;
   static MT_INLINE float load(const uint16_t* p, int64_t i) { return from_bits(static_cast<uint32_t>(p[i]) << 16); }
   // nearest, ties to even, as torch rounds; NaN stays NaN
-  static MT_INLINE void store(uint16_t* p, int64_t i, float value) {
+  static MT_INLINE uint32_t high(float value) {
     const uint32_t bits = to_bits(value);
     const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-    p[i] = static_cast<uint16_t>(value != value ? ((bits >> 16) | 0x40u) : rounded);
+    return value != value ? ((bits >> 16) | 0x40u) : rounded;
   }
+  static MT_INLINE void store(uint16_t* p, int64_t i, float value) { p[i] = static_cast<uint16_t>(high(value)); }
+  static MT_INLINE float round(float value) { return from_bits(high(value) << 16); }
 };
 
 enum Master { FP32 = 0, SPLIT = 1, PLAIN_BF16 = 2 };
@@ -117,10 +150,11 @@ MT_INLINE void adam_block(const MtSegment& s, int64_t begin, int64_t end) {
   const float step = s.minus_step_size, root = s.correction2_sqrt, eps = s.eps;
   const bool near = std::fabs(w1) < 0.5f;  // torch's lerp takes the nearer end as its base
   const float coefficient = near ? w1 : w1 - 1.0f;
+  const float clip = s.clip;
 #pragma GCC ivdep
   for (int64_t i = begin; i < end; ++i) {
     float p = load_weight<MASTER>(weight, trail, i);
-    float g = GRAD::load(grad, i);
+    float g = GRAD::round(GRAD::load(grad, i) * clip);
     g = l2 != 0.0f ? __builtin_fmaf(p, l2, g) : g;
     p = p * decay;
     float m = MOMENT::load(exp_avg, i);
@@ -134,15 +168,20 @@ MT_INLINE void adam_block(const MtSegment& s, int64_t begin, int64_t end) {
   }
 }
 
-template <int MASTER, class GRAD, class MOMENT>
-MT_INLINE void adam_range(const MtSegment& s, int64_t begin, int64_t end) {
+template <int MASTER, class GRAD, class SEGMENT>
+MT_INLINE void fetch_weight_and_grad(const SEGMENT& s, int64_t ahead) {
   using Weight = typename std::conditional<MASTER == FP32, float, uint16_t>::type;
+  fetch(static_cast<const Weight*>(s.weight), ahead);
+  if (MASTER == SPLIT) fetch(s.trail, ahead);
+  fetch(static_cast<const typename GRAD::type*>(s.grad), ahead);
+}
+
+template <int MASTER, class GRAD, class MOMENT>
+MT_INLINE void step_range(const MtSegment& s, int64_t begin, int64_t end) {
   int64_t i = begin;
   for (; i + kBlock <= end; i += kBlock) {
     const int64_t ahead = i + kAhead;  // past the end it is a hint that does nothing
-    fetch(static_cast<const Weight*>(s.weight), ahead);
-    if (MASTER == SPLIT) fetch(s.trail, ahead);
-    fetch(static_cast<const typename GRAD::type*>(s.grad), ahead);
+    fetch_weight_and_grad<MASTER, GRAD>(s, ahead);
     fetch(static_cast<const typename MOMENT::type*>(s.exp_avg), ahead);
     fetch(static_cast<const typename MOMENT::type*>(s.exp_avg_sq), ahead);
     adam_block<MASTER, GRAD, MOMENT>(s, i, i + kBlock);
@@ -150,10 +189,59 @@ MT_INLINE void adam_range(const MtSegment& s, int64_t begin, int64_t end) {
   adam_block<MASTER, GRAD, MOMENT>(s, i, end);
 }
 
-using Range = void (*)(const MtSegment&, int64_t, int64_t);
+template <int MASTER, class GRAD, class MOMENT, bool MOMENTUM>
+MT_INLINE void sgd_block(const MtSgdSegment& s, int64_t begin, int64_t end) {
+  void* __restrict weight = s.weight;
+  int16_t* __restrict trail = s.trail;
+  const auto* __restrict grad = static_cast<const typename GRAD::type*>(s.grad);
+  auto* __restrict momentum = static_cast<typename MOMENT::type*>(s.momentum);
+  const float weight_decay = s.weight_decay, mu = s.mu, fresh = s.one_minus_dampening, minus_lr = s.minus_lr, clip = s.clip;
+  const bool first = s.first != 0, nesterov = s.nesterov != 0;
+#pragma GCC ivdep
+  for (int64_t i = begin; i < end; ++i) {
+    const float p = load_weight<MASTER>(weight, trail, i);
+    float g = GRAD::round(GRAD::load(grad, i) * clip);
+    g = weight_decay != 0.0f ? __builtin_fmaf(p, weight_decay, g) : g;
+    if (MOMENTUM) {
+      const float old = MOMENT::load(momentum, i);
+      const float m = first ? g : __builtin_fmaf(g, fresh, old * mu);
+      MOMENT::store(momentum, i, m);
+      g = nesterov ? __builtin_fmaf(m, mu, g) : m;
+    }
+    store_weight<MASTER>(weight, trail, i, __builtin_fmaf(g, minus_lr, p));
+  }
+}
 
-#define MT_VARIANT(NAME, TARGET, MASTER, GRAD, MOMENT) \
-  TARGET void NAME(const MtSegment& s, int64_t begin, int64_t end) { adam_range<MASTER, GRAD, MOMENT>(s, begin, end); }
+template <int MASTER, class GRAD, class MOMENT, bool MOMENTUM>
+MT_INLINE void sgd_range(const MtSgdSegment& s, int64_t begin, int64_t end) {
+  int64_t i = begin;
+  for (; i + kBlock <= end; i += kBlock) {
+    fetch_weight_and_grad<MASTER, GRAD>(s, i + kAhead);
+    if (MOMENTUM) fetch(static_cast<const typename MOMENT::type*>(s.momentum), i + kAhead);
+    sgd_block<MASTER, GRAD, MOMENT, MOMENTUM>(s, i, i + kBlock);
+  }
+  sgd_block<MASTER, GRAD, MOMENT, MOMENTUM>(s, i, end);
+}
+
+template <int MASTER, class GRAD, class MOMENT>
+MT_INLINE void step_range(const MtSgdSegment& s, int64_t begin, int64_t end) {
+  if (s.momentum != nullptr) {
+    sgd_range<MASTER, GRAD, MOMENT, true>(s, begin, end);
+  } else {
+    sgd_range<MASTER, GRAD, MOMENT, false>(s, begin, end);
+  }
+}
+
+template <class SEGMENT>
+using Range = void (*)(const SEGMENT&, int64_t, int64_t);
+
+#define MT_VARIANT(NAME, TARGET, MASTER, GRAD, MOMENT)                                                                               \
+  TARGET void NAME(const MtSegment& s, int64_t begin, int64_t end) { step_range<MASTER, GRAD, MOMENT>(s, begin, end); }    \
+  TARGET void NAME(const MtSgdSegment& s, int64_t begin, int64_t end) { step_range<MASTER, GRAD, MOMENT>(s, begin, end); }
+#define MT_TABLE(SEGMENT, NAME, SUFFIX)                                                                                     \
+  const Range<SEGMENT> NAME##_##SUFFIX[12] = {fp32_f_f_##SUFFIX,  fp32_f_b_##SUFFIX,  fp32_b_f_##SUFFIX,  fp32_b_b_##SUFFIX,    \
+                                              split_f_f_##SUFFIX, split_f_b_##SUFFIX, split_b_f_##SUFFIX, split_b_b_##SUFFIX,   \
+                                              plain_f_f_##SUFFIX, plain_f_b_##SUFFIX, plain_b_f_##SUFFIX, plain_b_b_##SUFFIX};
 #define MT_ALL(SUFFIX, TARGET)                              \
   MT_VARIANT(fp32_f_f_##SUFFIX, TARGET, FP32, F32, F32)     \
   MT_VARIANT(fp32_f_b_##SUFFIX, TARGET, FP32, F32, BF16)    \
@@ -167,9 +255,8 @@ using Range = void (*)(const MtSegment&, int64_t, int64_t);
   MT_VARIANT(plain_f_b_##SUFFIX, TARGET, PLAIN_BF16, F32, BF16)  \
   MT_VARIANT(plain_b_f_##SUFFIX, TARGET, PLAIN_BF16, BF16, F32)  \
   MT_VARIANT(plain_b_b_##SUFFIX, TARGET, PLAIN_BF16, BF16, BF16) \
-  const Range table_##SUFFIX[12] = {fp32_f_f_##SUFFIX,  fp32_f_b_##SUFFIX,  fp32_b_f_##SUFFIX,  fp32_b_b_##SUFFIX,    \
-                                    split_f_f_##SUFFIX, split_f_b_##SUFFIX, split_b_f_##SUFFIX, split_b_b_##SUFFIX,   \
-                                    plain_f_f_##SUFFIX, plain_f_b_##SUFFIX, plain_b_f_##SUFFIX, plain_b_b_##SUFFIX};
+  MT_TABLE(MtSegment, adam, SUFFIX)                              \
+  MT_TABLE(MtSgdSegment, sgd, SUFFIX)
 
 MT_ALL(baseline, )
 #ifdef MT_X86
@@ -244,8 +331,8 @@ class Pool {
 constexpr int64_t kGrain = 64;  // elements: whole cache lines of every plane
 
 // Applies `range(segment, begin, end)` to the share of worker `index` of all elements.
-template <class Apply>
-void share(const MtSegment* segments, int64_t count, int index, int size, const Apply& apply) {
+template <class Segment>
+void share(const Segment* segments, int64_t count, int index, int size, Range<Segment> apply) {
   int64_t total = 0;
   for (int64_t k = 0; k < count; ++k) total += segments[k].count;
   const auto cut = [&](int t) { return t == size ? total : (total / kGrain) * t / size * kGrain; };
@@ -258,6 +345,20 @@ void share(const MtSegment* segments, int64_t count, int index, int size, const 
   }
 }
 
+template <class Segment>
+int step(void* pool, const Segment* segments, int64_t count, int master, int bf16_grad, int bf16_moments, int width, const Range<Segment>* const (&tables)[3]) {
+  if (master < 0 || master > 2 || width < 0 || width > mt_widest()) return 1;
+  const Range<Segment> range = tables[width][master * 4 + (bf16_grad ? 2 : 0) + (bf16_moments ? 1 : 0)];
+  static_cast<Pool*>(pool)->run([=](int index, int size) { share(segments, count, index, size, range); });
+  return 0;
+}
+
+#ifdef MT_X86
+#define MT_TABLES(NAME) {NAME##_baseline, NAME##_avx2, NAME##_avx512}
+#else
+#define MT_TABLES(NAME) {NAME##_baseline, NAME##_baseline, NAME##_baseline}
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -265,29 +366,14 @@ extern "C" {
 void* mt_pool_create(int threads) { return new Pool(threads); }
 void mt_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
 
-// The widest instruction set of this machine: 0 baseline, 1 AVX2 with FMA, 2 AVX-512.
-int mt_widest(void) {
-#ifdef MT_X86
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("fma"))
-    return 2;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
-#endif
-  return 0;
-}
-
-// One Adam step. master: 0 fp32, 1 split, 2 bf16; bf16_grad, bf16_moments: 0 or 1; width as mt_widest. Returns 0, or 1 for an unknown kind.
+// One step of all segments. master: 0 fp32, 1 split, 2 bf16; bf16_grad, bf16_moments: 0 or 1; width as mt_widest. Returns 0, or 1 for an unknown kind.
 int mt_adam(void* pool, const MtSegment* segments, int64_t count, int master, int bf16_grad, int bf16_moments, int width) {
-  if (master < 0 || master > 2 || width < 0 || width > mt_widest()) return 1;
-  const int kind = master * 4 + (bf16_grad ? 2 : 0) + (bf16_moments ? 1 : 0);
-  Range range = table_baseline[kind];
-#ifdef MT_X86
-  if (width == 1) range = table_avx2[kind];
-  if (width == 2) range = table_avx512[kind];
-#endif
-  static_cast<Pool*>(pool)->run([=](int index, int size) { share(segments, count, index, size, range); });
-  return 0;
+  const Range<MtSegment>* const tables[3] = MT_TABLES(adam);
+  return step(pool, segments, count, master, bf16_grad, bf16_moments, width, tables);
+}
+int mt_sgd(void* pool, const MtSgdSegment* segments, int64_t count, int master, int bf16_grad, int bf16_moments, int width) {
+  const Range<MtSgdSegment>* const tables[3] = MT_TABLES(sgd);
+  return step(pool, segments, count, master, bf16_grad, bf16_moments, width, tables);
 }
 
 // In-place read-modify-write of `count` 8-byte words: the rate that a fused step can at best reach.

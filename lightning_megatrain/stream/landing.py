@@ -40,6 +40,7 @@ class _UnitGradients:
         self.landed: Event | None = None
         self.expected: set[int] = set()
         self.crossed: set[int] = set()  # parameters whose first gradient of this backward crossed asynchronously
+        self.norms: dict[int, tuple[int, int, Tensor]] = {}  # of each parameter: address and version of the gradient that was measured, and its norm
 
 
 class GradientLander:
@@ -65,6 +66,29 @@ class GradientLander:
         self._spare: list[HostBuffer] = []
         self.on_ready: UnitReady | None = None
         """Set for steps that update a unit as soon as its gradients are final; None: gradients stay in `.grad`."""
+
+        self._measures = False
+
+    def begin(self, on_ready: UnitReady | None, *, measure: bool) -> None:
+        """A pass begins.
+
+        Args:
+            on_ready: see the attribute.
+            measure: take the norm of each gradient when it leaves the device: it is in the caches then, and on a GPU it costs no host memory traffic.
+        """
+        self.on_ready, self._measures = on_ready, measure
+        for own in self._gradients.values():
+            own.norms.clear()
+
+    def norm(self, parameter: Tensor) -> Tensor:
+        """L2 norm of a parameter's gradient, () on the CPU in the gradient's dtype."""
+        assert parameter.grad is not None
+        if self._store.find(parameter) is not None:
+            known = self._gradients[self._store.unit_of(parameter).unit.index].norms.get(id(parameter))
+            if known is not None and known[:2] == (parameter.grad.data_ptr(), parameter.grad._version):
+                return known[2].to("cpu")
+        norm: Tensor = torch.linalg.vector_norm(parameter.grad)
+        return norm
 
     @property
     def slab_bytes(self) -> int:
@@ -127,9 +151,12 @@ class GradientLander:
         if slab.free is not None:
             # the copy that read the slab's last content must be over before compute writes the next
             self._engine.compute.wait(slab.free)
+        norms: dict[int, Tensor] = {}
         for place, gradient in same:
             at = place.element_offset * dtype.itemsize
-            slab.memory[at : at + place.count * dtype.itemsize].view(dtype).copy_(gradient.reshape(-1))
+            leaving = slab.memory[at : at + place.count * dtype.itemsize].view(dtype).copy_(gradient.reshape(-1))
+            if self._measures:
+                norms[id(place)] = torch.linalg.vector_norm(leaving)
         # the gradients must be in the slab before the copy reads them
         self._engine.to_host.wait(self._engine.compute.record())
         buffer = self._host_buffer(host, own)
@@ -140,7 +167,9 @@ class GradientLander:
         slab.free = own.landed = self._engine.to_host.record()
         for place, _ in same:
             own.crossed.add(id(place.parameter))
-            place.parameter.grad = buffer.tensor(place.element_offset * dtype.itemsize, dtype, place.weight.shape)
+            grad = place.parameter.grad = buffer.tensor(place.element_offset * dtype.itemsize, dtype, place.weight.shape)
+            if id(place) in norms:
+                own.norms[id(place.parameter)] = (grad.data_ptr(), grad._version, norms[id(place)])
         if len(same) < len(crossing):  # several dtypes in one unit: one more crossing each
             self.wait(host)
             for place, gradient in crossing:
@@ -155,6 +184,8 @@ class GradientLander:
             view = buffer.tensor(place.element_offset * itemsize, _gradient_dtype(place), place.weight.shape)
             own.crossed.add(id(place.parameter))
             place.parameter.grad = view.copy_(gradient)
+            if self._measures:
+                own.norms[id(place.parameter)] = (view.data_ptr(), view._version, torch.linalg.vector_norm(view))
 
     def _slab(self, host: HostUnit) -> GradientSlab:
         if not self._slabs:

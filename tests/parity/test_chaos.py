@@ -57,15 +57,15 @@ class Net(nn.Module):
     def __init__(self, choose: random.Random) -> None:
         super().__init__()
         kinds = [choose.choice(["plain", "plain", "dropout", "buffers", "experts"]) for _ in range(choose.randint(1, 9))]
-        self.blocks = nn.ModuleList([Experts(choose.randint(2, 4)) if kind == "experts" else Block(kind, choose.choice([8, 16, 64])) for kind in kinds])
+        self.blocks = nn.ModuleList([Experts(choose.randint(2, 4)) if kind == "experts" else Block(kind, choose.choice([16, 32, 64])) for kind in kinds])
         self.again = {i for i in range(len(kinds)) if choose.random() < 0.15}
         self.layer_drop = choose.choice([0.0, 0.0, 0.3])
         plain = [block for block in self.blocks if isinstance(block, Block)]
         if len(plain) > 1 and choose.random() < 0.3:
             last = plain[-1]
-            last.up.weight, last.down.weight = nn.Parameter(torch.randn(8, WIDTH) / 4), nn.Parameter(torch.randn(WIDTH, 8) / 4)
-            last.up.bias = nn.Parameter(torch.zeros(8))
-            plain[0].up.weight, plain[0].up.bias, plain[0].down.weight = last.up.weight, last.up.bias, nn.Parameter(torch.randn(WIDTH, 8) / 4)
+            last.up.weight, last.down.weight = nn.Parameter(torch.randn(32, WIDTH) / 4), nn.Parameter(torch.randn(WIDTH, 32) / 4)
+            last.up.bias = nn.Parameter(torch.zeros(32))
+            plain[0].up.weight, plain[0].up.bias, plain[0].down.weight = last.up.weight, last.up.bias, nn.Parameter(torch.randn(WIDTH, 32) / 4)
         for block in self.blocks:
             if choose.random() < 0.15:
                 block.requires_grad_(False)
