@@ -8,8 +8,9 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -20,6 +21,8 @@ from lightning_megatrain.engine import MegaTrainEngine
 from lightning_megatrain.monitor.timeline import Step, Timeline
 from lightning_megatrain.policy import OffloadPolicy, StepMode
 
+Key = TypeVar("Key")
+Figure = TypeVar("Figure")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -43,6 +46,21 @@ def save(name: str, figures: dict[str, Any]) -> None:
     command = " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]])
     record = {"command": command, "date": datetime.date.today().isoformat(), "machine": machine(), **figures}
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def turns(rounds: int, runs: Mapping[Key, Callable[[], Figure]], what: str, warmup: int = 0) -> dict[Key, list[Figure]]:
+    """What each run returns, round by round: all take turns, each round beginning with another one, and the first `warmup` rounds are not counted."""
+    found: dict[Key, list[Figure]] = {key: [] for key in runs}
+    keys = list(runs)
+    for done in range(rounds + warmup):
+        at = done % len(keys)
+        for key in keys[at:] + keys[:at]:
+            figure = runs[key]()
+            if done >= warmup:
+                found[key].append(figure)
+        if done >= warmup:
+            print(f"{what}: round {done - warmup + 1} of {rounds}", flush=True)
+    return found
 
 
 class Stack(nn.Module):

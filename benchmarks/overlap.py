@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
-from common import Run, Stack, save, show
+from common import Run, Stack, save, show, turns
 from torch import Tensor, nn
 
 from lightning_megatrain.monitor.timeline import Step
@@ -108,22 +109,21 @@ def against_the_floor(units: int, rounds: int, percents: list[int]) -> dict[str,
             runs[key] = Run(stack, torch.ones(8, requires_grad=True), StepMode(mode), **policy)
             for _ in range(2):  # the first step learns the order
                 runs[key].step()
-    ratios: dict[Any, list[float]] = {key: [] for key in runs}
-    seconds: dict[Any, list[float]] = {key: [] for key in runs}
-    for done in range(rounds):
-        for key, run in runs.items():
-            _slept.clear()
-            took = run.step()
-            run.engine.begin("train", mode=run.mode)  # completes the record of that step
-            ratios[key].append(took / floor(run.recorded(), units, rates[key]))
-            seconds[key].append(took)
-        print(f"round {done + 1} of {rounds} against the floor", flush=True)
+
+    def timed(run: Run, gbps: float) -> tuple[float, float]:
+        _slept.clear()
+        took = run.step()
+        run.engine.begin("train", mode=run.mode)  # completes the record of that step
+        return took, took / floor(run.recorded(), units, gbps)
+
+    taken = turns(rounds, {key: partial(timed, run, rates[key]) for key, run in runs.items()}, "against the floor")
     for run in runs.values():
         run.close()
     rows, figures = [], {}
     for percent in percents:
-        figures[str(percent)] = {mode: statistics.median(ratios[percent, mode]) for mode in MODES}
-        rows.append([f"{percent}%", *(f"{statistics.median(seconds[percent, mode]):.3f} s  {figures[str(percent)][mode]:.2f}" for mode in MODES)])
+        figures[str(percent)] = {mode: statistics.median(ratio for _, ratio in taken[percent, mode]) for mode in MODES}
+        medians = {mode: statistics.median(seconds for seconds, _ in taken[percent, mode]) for mode in MODES}
+        rows.append([f"{percent}%", *(f"{medians[mode]:.3f} s  {figures[str(percent)][mode]:.2f}" for mode in MODES)])
     show(f"one step of {units} units against its floor", ["a copy takes, of a forward", *(f"{mode}: step, times floor" for mode in MODES)], rows)
     return figures
 
@@ -146,22 +146,19 @@ def hidden_share(units: int, rounds: int, width: int, tokens: int) -> dict[str, 
             )
             for mode in MODES
         }
-        seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-        alone: list[float] = []
-        for done in range(rounds + 2):
-            for mode in MODES[done % len(MODES) :] + MODES[: done % len(MODES)]:
-                took = runs[mode].step()
-                if done >= 2:
-                    seconds[mode].append(took)
-                    if mode == MODES[0]:
-                        runs[mode].engine.begin("train")
-                        alone.append(runs[mode].recorded().busy(Lane.UPDATE))
-            print(f"round {done + 1} of {rounds + 2} of the host step" + (" (warm-up)" if done < 2 else ""), flush=True)
+
+        def timed(run: Run) -> tuple[float, float]:
+            took = run.step()
+            run.engine.begin("train", mode=run.mode)
+            return took, run.recorded().busy(Lane.UPDATE)
+
+        taken = turns(rounds, {mode: partial(timed, run) for mode, run in runs.items()}, "the host step", warmup=2)
         for run in runs.values():
             run.close()
     finally:
         torch.set_num_threads(threads)
-    step = statistics.median(alone)
+    step = statistics.median(update for _, update in taken[MODES[0]])
+    seconds = {mode: [took for took, _ in taken[mode]] for mode in MODES}
     saved = {mode: statistics.median(a - m for a, m in zip(seconds[MODES[0]], seconds[mode], strict=True)) / step for mode in MODES[1:]}
     rows = [[MODES[0], f"{statistics.median(seconds[MODES[0]]):.3f} s, of which {step:.3f} s update", ""]]
     rows += [[mode, f"{statistics.median(seconds[mode]):.3f} s", f"{saved[mode]:.0%}"] for mode in MODES[1:]]

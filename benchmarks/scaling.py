@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import Run, Stack, save, show
+from common import Run, Stack, save, show, turns
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
@@ -25,6 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from lightning_megatrain.policy import StepMode
 
 TOKENS = 128
+WARMUP = 3
 MODE = StepMode.OVERLAP_BACKWARD
 
 
@@ -71,19 +72,6 @@ def layers(width: int, depth: int) -> Stack:
     return Stack([Layer(config, angles) for _ in range(depth)])
 
 
-def turns(rounds: int, runs: dict[Any, Callable[[], float]], what: str, warmup: int = 3) -> dict[Any, list[float]]:
-    """Seconds of each run, all taking turns."""
-    seconds: dict[Any, list[float]] = {key: [] for key in runs}
-    for done in range(rounds + warmup):
-        for key, step in runs.items():
-            took = step()
-            if done >= warmup:
-                seconds[key].append(took)
-        if done >= warmup:
-            print(f"{what}: round {done - warmup + 1} of {rounds}", flush=True)
-    return seconds
-
-
 def own_cost(rounds: int, units: int = 64) -> dict[str, float]:
     """Microseconds a unit and pass of forward and backward, beyond what the same modules take in plain torch."""
     x = torch.ones(8, requires_grad=True)
@@ -116,7 +104,7 @@ def own_cost(rounds: int, units: int = 64) -> dict[str, float]:
     kinds = [(engine, recompute) for engine in ("direct", "emulated") for recompute in ("none", "all")]
     runs = {kind: Run(Stack([Idle() for _ in range(units)]), x, StepMode.AFTER_BACKWARD, engine=kind[0], recompute=kind[1], **bus) for kind in kinds}
     steps = {("plain", "none"): plain(False), ("plain", "all"): plain(True), **{kind: streamed(run) for kind, run in runs.items()}}
-    seconds = turns(8 * rounds, steps, "units of no work")
+    seconds = turns(8 * rounds, steps, "units of no work", WARMUP)
     for run in runs.values():
         run.close()
     rows, figures = [], {}
@@ -135,7 +123,7 @@ def by_depth(rounds: int, depths: list[int]) -> dict[str, Any]:
     for engine in ("direct", "emulated"):
         x = torch.randn(1, TOKENS, 512, requires_grad=True)
         runs = {depth: Run(layers(512, depth), x, MODE, engine=engine, recompute="all", emulated_h2d_gbps=50.0, emulated_d2h_gbps=50.0) for depth in depths}
-        seconds = turns(rounds, {depth: run.step for depth, run in runs.items()}, f"depth, {engine} engine")
+        seconds = turns(rounds, {depth: run.step for depth, run in runs.items()}, f"depth, {engine} engine", WARMUP)
         rows = []
         base = 8 if 8 in depths else depths[0]
         for depth, run in runs.items():
@@ -155,7 +143,7 @@ def by_width(rounds: int, widths: list[int]) -> dict[str, float]:
     runs = {
         width: Run(layers(width, 8), torch.randn(1, TOKENS, width, requires_grad=True), MODE, engine="direct", recompute="all") for width in widths
     }  # fmt: skip
-    seconds = turns(rounds, {width: run.step for width, run in runs.items()}, "width")
+    seconds = turns(rounds, {width: run.step for width, run in runs.items()}, "width", WARMUP)
     rows, figures = [], {}
     for width, run in runs.items():
         count = sum(p.numel() for p in run.model.parameters())

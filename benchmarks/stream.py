@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from common import save, show
+from common import save, show, turns
 
 SYSTEMS = {
     "plain": "plain Lightning, no checkpointing",
@@ -202,6 +202,9 @@ class System:
             raise RuntimeError((self.process.communicate()[1] or "").strip().splitlines()[-1:] or "ended")
         return json.loads(line)  # type: ignore[no-any-return]
 
+    def step(self) -> float:
+        return self.ask("step")["seconds"]
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -229,11 +232,7 @@ def main() -> None:
         except (RuntimeError, BrokenPipeError) as error:
             print(f"{SYSTEMS[name]} is left out: {error}", flush=True)
             system.close()
-    seconds: dict[str, list[float]] = {name: [] for name in running}
-    for done in range(options.rounds):
-        for name, system in running.items():
-            seconds[name].append(system.ask("step")["seconds"])
-        print(f"round {done + 1} of {options.rounds}: " + ", ".join(f"{name} {values[-1]:.2f} s" for name, values in seconds.items()), flush=True)
+    seconds = turns(options.rounds, {name: system.step for name, system in running.items()}, "one step each")
     count = parameters(options.layers)
     rows, figures = [], {}
     for name, system in running.items():
