@@ -43,7 +43,7 @@ def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
 def save(name: str, figures: dict[str, Any]) -> None:
     """Write benchmarks/results/<name>.json with the machine, the day and the command."""
     RESULTS.mkdir(exist_ok=True)
-    command = " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]])
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     record = {"command": command, "date": datetime.date.today().isoformat(), "machine": machine(), **figures}
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -2,12 +2,14 @@
 
 Each system is a process of its own that holds its model and does one step when asked, so that all take turns on one machine in one stretch of time.
 The model is SmolLM2-135M's architecture with random weights, fp32, 1 x 512 tokens, AdamW. Memory is resident memory over the process before the
-model was built, a parameter, at the end; peak likewise.
+model was built, a parameter, between steps, after the C library gave its free pages back (what a system holds, not what its last step left); the peak is
+what the steps reached.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -23,6 +25,8 @@ SYSTEMS = {
     "plain": "plain Lightning, no checkpointing",
     "checkpointing": "plain Lightning, gradient checkpointing",
     "megatrain": "megatrain (direct)",
+    "megatrain-kept": "megatrain (direct), recompute=none",
+    "megatrain-recomputed": "megatrain (direct), recompute=all",
     "megatrain-emulated": "megatrain (emulated bus, 16 GB/s)",
     "fsdp2": "FSDP2, CPU offload, checkpointing",
     "deepspeed": "DeepSpeed ZeRO-3 offload, checkpointing",
@@ -46,6 +50,7 @@ def build(layers: int):  # type: ignore[no-untyped-def]
 
 def resident() -> int:
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -85,7 +90,13 @@ def lightning_steps(system: str, layers: int) -> Iterator[Callable[[], None]]:
         def on_train_batch_end(self, *_):  # type: ignore[no-untyped-def]
             answer(time.perf_counter() - self.start)
 
-    strategy = {"megatrain": "megatrain", "megatrain-emulated": mt.MegaTrainStrategy(offload={"engine": "emulated"})}.get(system, "auto")
+    policies = {
+        "megatrain": {},
+        "megatrain-kept": {"recompute": "none"},
+        "megatrain-recomputed": {"recompute": "all"},
+        "megatrain-emulated": {"engine": "emulated"},
+    }
+    strategy = mt.MegaTrainStrategy(offload=policies[system]) if system in policies else "auto"
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=10**6, logger=False, enable_checkpointing=False, enable_progress_bar=False,
                         enable_model_summary=False, callbacks=[Answer()])  # fmt: skip
     trainer.fit(Model(), torch.utils.data.DataLoader(Endless(), batch_size=None))
@@ -213,9 +224,12 @@ class System:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--warmup", type=int, default=5, help="steps before those that count")
+    parser.add_argument("--warmup", type=int, default=6, help="steps before those that count")
     parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument(
+        "--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), help="all at once take 24 GiB and more: leave some out, or out of memory"
+    )
+    parser.add_argument("--name", default="stream", help="of the file under benchmarks/results")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -245,7 +259,7 @@ def main() -> None:
             [SYSTEMS[name], f"{statistics.median(seconds[name]):.2f} s", f"{ratio:.2f}", f"{memory['resident'] / count:.1f}", f"{memory['peak'] / count:.1f}"]
         )
     show(f"one step, {count / 1e6:.1f}M parameters, 1 x 512 tokens, fp32", ["", "median", "times plain + checkpointing", "bytes a parameter", "peak"], rows)
-    save("stream", {"parameters": count, "rounds": options.rounds, "systems": figures})
+    save(options.name, {"parameters": count, "rounds": options.rounds, "systems": figures})
 
 
 def parameters(layers: int) -> int:

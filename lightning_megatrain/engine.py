@@ -95,7 +95,9 @@ class MegaTrainEngine:
             self.recorder = Recorder()
             resident = 0 if policy.resident == "auto" else parse_bytes(policy.resident) if isinstance(policy.resident, str) else policy.resident
             self.streamer = LayerStreamer(self.engine, self.store, policy.prefetch_depth, resident, self.recorder)
-            self.deferred = DeferredUpdates(None if self.engine.in_place else self.worker)
+            self.deferred = DeferredUpdates(
+                None if self.engine.in_place else self.worker, lambda unit: [p.parameter for p in self.store.units[unit].parameters]
+            )
             self.streamer.updates = self.deferred
             self._open.callback(self.deferred.flush)
             self.lander = GradientLander(self.engine, self.store, self.recorder, pin=pin and device.type == "cuda")

@@ -51,42 +51,40 @@ def reason_against_overlap(trainer: Any, module: Any, steps: Sequence[HostStep],
     return None
 
 
-_BETWEEN_STEPS = (
+def reason_against_deferral(module: Any, steps: Sequence[HostStep]) -> str | None:
+    """Why updates may not wait for the next forward, or None if they may. Who reads a weight in between waits for its update: see `WeightGuard`."""
+    if not module.automatic_optimization:
+        return "the module optimizes manually"
+    for step in steps:
+        if not step.fused:
+            return f"{type(step.optimizer).__name__} runs its own step"
+    return None
+
+
+_AFTER_STEP = (
     "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "on_train_epoch_end", "on_train_epoch_start",
     "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "transfer_batch_to_device", "on_after_batch_transfer",
 )  # fmt: skip
-# these run between steps and read no weights, or read them through the strategy
+# these run between steps and read no gradients
 _HARMLESS = (
     "ModelCheckpoint", "LearningRateMonitor", "TQDMProgressBar", "RunBar", "RichProgressBar", "EarlyStopping", "DeviceStatsMonitor", "ThroughputMonitor",
     "Timer", "TimelineWriter", "TokenThroughput", "ModelSummary", "RichModelSummary", "GradientAccumulationScheduler", "RunMeter",
 )  # fmt: skip
 
 
-def reason_against_deferral(trainer: Any, module: Any, steps: Sequence[HostStep], module_class: type, callback_class: type) -> str | None:
-    """Why updates may not wait for the next forward, or None if they may: nothing may read weights in between that the strategy can't see.
-
-    Arguments as in `reason_against_overlap`.
-    """
-    if not module.automatic_optimization:
-        return "the module optimizes manually"
-    for step in steps:
-        if not step.fused:
-            return f"{type(step.optimizer).__name__} runs its own step"
-    for hook in _BETWEEN_STEPS:
-        if _overrides(module, hook, module_class):
-            return f"{type(module).__name__}.{hook} may read weights"
-        for callback in trainer.callbacks:
-            if type(callback).__name__ not in _HARMLESS and _overrides(callback, hook, callback_class):
-                return f"{type(callback).__name__}.{hook} may read weights"
-    return None
-
-
 def clips_in_step(trainer: Any, module: Any, steps: Sequence[HostStep], module_class: type, callback_class: type) -> bool:
     """Whether the step itself may multiply gradients by the clip factor: nobody looks at them before or after. Arguments as in `reason_against_overlap`."""
     if not trainer.gradient_clip_val or trainer.gradient_clip_algorithm not in (None, "norm"):
         return False
-    told = (trainer, module, module_class, callback_class)
-    return _gradient_reader(*told) is None and reason_against_deferral(trainer, module, steps, module_class, callback_class) is None
+    if (
+        not all(step.fused for step in steps)
+        or not module.automatic_optimization
+        or _gradient_reader(trainer, module, module_class, callback_class) is not None
+    ):
+        return False
+    looks = [_overrides(module, hook, module_class) for hook in _AFTER_STEP]
+    looks += [_overrides(c, hook, callback_class) for c in trainer.callbacks if type(c).__name__ not in _HARMLESS for hook in _AFTER_STEP]
+    return not any(looks)
 
 
 def _gradient_reader(trainer: Any, module: Any, module_class: type, callback_class: type) -> str | None:

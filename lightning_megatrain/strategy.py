@@ -159,17 +159,18 @@ class _MegaTrain(_Base):
         package = importlib.import_module(self._package)
         told = (trainer, module, steps, package.LightningModule, package.Callback)
         self._clips_in_step = bool(steps) and clips_in_step(*told)
-        mode, against = StepMode.AFTER_BACKWARD, "as set"
-        if wanted == StepMode.OVERLAP_FORWARD.value:
-            mode, against = StepMode.OVERLAP_FORWARD, reason_against_deferral(*told) or ""
-        elif wanted != StepMode.AFTER_BACKWARD.value:
-            mode, against = StepMode.OVERLAP_BACKWARD, reason_against_overlap(*told) or ""
+        mode, against = StepMode.AFTER_BACKWARD, ""
+        if wanted in ("auto", StepMode.OVERLAP_BACKWARD.value):
+            against = reason_against_overlap(*told) or ""
+            mode = StepMode.AFTER_BACKWARD if against else StepMode.OVERLAP_BACKWARD
         if against and wanted == StepMode.OVERLAP_BACKWARD.value:
             raise ValueError(
                 f"offload.optimizer_step='overlap_backward' leaves no gradient behind, but {against}; set offload.optimizer_step=auto or after_backward"
             )
-        if against:
-            mode = StepMode.AFTER_BACKWARD
+        # where the device is the CPU itself there is nothing that the next forward could hide an update behind
+        if wanted == StepMode.OVERLAP_FORWARD.value or (against and not (self._engine is None or self._engine.engine.in_place)):
+            no_deferral = reason_against_deferral(module, steps)
+            mode, against = (StepMode.OVERLAP_FORWARD, against) if no_deferral is None else (mode, no_deferral)
         line = f"{_LINES[mode]}: {against}" if against else _LINES[mode]
         if steps and line != self._said:
             self._said = line

@@ -6,7 +6,9 @@ import lightning as L
 import pytest
 import torch
 
+from lightning_megatrain.optim import guard
 from lightning_megatrain.optim.deferred import DeferredUpdates
+from lightning_megatrain.optim.guard import PendingParameter
 from lightning_megatrain.optim.worker import StepWorker
 from tests.conftest import LanguageModel, Squares, ValidatedModel, batches, loader, stack, tiny_llama, weights
 
@@ -64,7 +66,7 @@ def test_validation_checkpoints_and_state_dicts_see_the_new_weights(trainer, tmp
 
 
 @ENGINES
-def test_a_callback_that_reads_weights_ends_the_deferral(trainer, offload):
+def test_a_callback_that_averages_weights_waits_for_their_updates(trainer, offload):
     from torch.optim.swa_utils import get_ema_avg_fn
 
     ends = []
@@ -105,6 +107,68 @@ def test_an_exception_applies_what_was_stepped(trainer, offload):
             trainer(max_steps=3, **options).fit(module, loader(data))
         ends.append(weights(module))
     assert all(torch.equal(ends[0][name], value) for name, value in ends[1].items())
+
+
+def _pending(module):
+    """Units whose update waits, or may still run."""
+    updates = module.trainer.strategy._engine.deferred
+    return len(updates._waiting) + len(updates._done)
+
+
+class Reads(Squares):
+    """Reads and writes weights between steps, where nothing but the weight itself can tell."""
+
+    def training_step(self, batch, batch_idx):
+        waiting = getattr(self.trainer.strategy, "_engine", None) is not None and _pending(self)
+        with torch.no_grad():
+            self.losses.append(float(self.net[2][0].weight.norm()))
+        if waiting:
+            self.waited.append(waiting - _pending(self))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_):
+        self.net[1][0].bias.data.clamp_(-0.01, 0.01)
+        self.losses.append(sum(float(p.detach().sum()) for p in self.net[3].parameters()))
+
+    def on_train_batch_start(self, *_):
+        torch._foreach_mul_([p.detach() for p in self.net[0].parameters()], 0.99)
+
+
+@ENGINES
+def test_who_reads_or_writes_a_weight_waits_for_its_update_and_for_no_other(compare, offload):
+    module = Reads(stack(8))
+    Reads.waited = []
+    compare(module, [torch.randn(4, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)], offload=offload)
+    assert module.waited == [1] * 5
+    del Reads.waited
+
+
+@ENGINES
+def test_parameters_are_ordinary_again_after_the_run(trainer, offload):
+    module = Squares(stack())
+    kinds = set()
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, *_):
+            kinds.update(type(p) for p in module.parameters())
+            assert all(isinstance(p, torch.nn.Parameter) and p.shape for p in module.parameters())
+
+    trainer(max_steps=3, offload=offload, callbacks=[Watch()]).fit(module, loader([torch.randn(4, 16)] * 3))
+    assert kinds == {PendingParameter}
+    assert {type(p) for p in module.parameters()} == {torch.nn.Parameter}
+    assert not guard._waiting
+
+
+@pytest.mark.parametrize(("engine", "options", "line"), [
+    ("emulated", {"gradient_clip_val": 0.1}, "updates overlap the next forward: gradient clipping needs all gradients"),
+    ("emulated", {"accumulate_grad_batches": 2}, "updates overlap the next forward: gradients are accumulated over 2 batches"),
+    ("emulated", {}, "updates overlap backward"),
+    ("direct", {"gradient_clip_val": 0.1}, "updates after backward: gradient clipping needs all gradients"),
+])  # fmt: skip
+def test_auto_chooses_and_says_why(trainer, caplog, engine, options, line):
+    with caplog.at_level("INFO"):
+        trainer(max_steps=2, offload={"engine": engine}, **options).fit(LanguageModel(tiny_llama()), loader(batches(2)))
+    assert [record.message for record in caplog.records if "megatrain: updates" in record.message] == [f"megatrain: {line}"]
 
 
 @pytest.mark.parametrize("with_worker", [False, True])
