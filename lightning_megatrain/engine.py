@@ -31,6 +31,7 @@ from lightning_megatrain.optim.kernel import HostKernel
 from lightning_megatrain.optim.worker import StepWorker
 from lightning_megatrain.policy import OffloadPolicy, StepMode, parse_bytes
 from lightning_megatrain.stream.bind import SiteForward, StreamContext, loose_copies
+from lightning_megatrain.stream.compiled import is_compiled
 from lightning_megatrain.stream.engines import CudaEngine, DirectEngine, EmulatedEngine, Engine, Event
 from lightning_megatrain.stream.landing import GradientLander
 from lightning_megatrain.stream.parking import Parking
@@ -162,12 +163,13 @@ class MegaTrainEngine:
             self.streamer.pool.resident = max(0, int(0.9 * spare) - self.recompute.expected_bytes)
 
     def _install(self) -> None:
+        compile = self.policy.compile or is_compiled(self.module)
         for site in self.sites:
             if site.module is self.module:
                 continue  # its steps are called, not its forward: see `loose_root`
             if site.loose and self.engine.in_place:
                 continue
-            forward = SiteForward(self.context, site)
+            forward = SiteForward(self.context, site, compile=compile and site.recomputable)
             forward.install()
             self._open.callback(forward.remove)
         for inner in self.module.modules():

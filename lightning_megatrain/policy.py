@@ -53,6 +53,7 @@ class OffloadPolicy:
         pin_memory: page-locked host buffers; `"auto"` where the device is a GPU.
         storage: `"ram"`, or a folder on a fast disk.
         rows_per_pass: batch rows that go through a unit at a time, `"all"` or a count.
+        compile: torch.compile the blocks, one compilation for each class; also done where the module comes compiled.
         engine: how units reach the device. `"auto"`: in place on a CPU, torch's streams on a GPU; `"emulated"`: copies in threads into
             separate CPU memory, to see and test the pipeline without a GPU.
         emulated_h2d_gbps, emulated_d2h_gbps: the emulated bus each way, in GB/s.
@@ -73,6 +74,7 @@ class OffloadPolicy:
     pin_memory: bool | str = "auto"
     storage: str = "ram"
     rows_per_pass: int | str = "all"
+    compile: bool = False
     engine: str = "auto"
     emulated_h2d_gbps: float = 16.0
     emulated_d2h_gbps: float = 16.0
@@ -94,6 +96,7 @@ class OffloadPolicy:
         self._choice("activations", "device", "host")
         self._choice("embedding", "auto", "host", "device")
         self._choice("pin_memory", "auto", True, False)
+        self._choice("compile", True, False)
         self._choice("engine", "auto", "direct", "emulated")
         self._count("prefetch_depth", minimum=0)
         self._count("recompute", "auto", "all", "none", minimum=0)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megatrain.host.allocator import HeapWatch
 from lightning_megatrain.host.store import HostStore
+from lightning_megatrain.stream.compiled import compiled_forward
 from lightning_megatrain.stream.landing import GradientLander
 from lightning_megatrain.stream.parking import Parking, bring_back, changed
 from lightning_megatrain.stream.recompute import BufferReplay, ChangingBuffers, KeptBytes, RecomputePlan
@@ -336,24 +337,29 @@ class SiteCall:
 class SiteForward:
     """Stands in for a site's `forward` during a run. A copy or a pickle of the module gets the module's own forward instead."""
 
-    def __init__(self, context: StreamContext, site: Site) -> None:
+    def __init__(self, context: StreamContext, site: Site, *, compile: bool = False) -> None:
         self.context = context
         self.site = site
         self.original: Callable[..., Any] = site.module.forward
+        self._forward = compiled_forward(site.module) if compile else self.original
+        self._compiled_call = site.module._compiled_call_impl
         self.was_instance_attribute = "forward" in site.module.__dict__
         self._changing: ChangingBuffers = {}
         self.__wrapped__ = self.original  # inspect.signature
 
     def install(self) -> None:
         self.site.module.forward = self
+        self.site.module._compiled_call_impl = None  # what `module.compile()` set would trace through this
 
     def remove(self) -> None:
         """Give the module its own forward back. Idempotent."""
         if self.site.module.__dict__.get("forward") is self:
             del self.site.module.forward
+            self.site.module._compiled_call_impl = self._compiled_call
             if self.was_instance_attribute:
                 self.site.module.forward = self.original
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.site.loose:
             return self._with_copies(args, kwargs)
@@ -363,10 +369,10 @@ class SiteForward:
         if lookup:
             args = tuple(arg.to("cpu") if isinstance(arg, Tensor) else arg for arg in args)
         if torch.is_grad_enabled():
-            out = call.forward(self.original, self._changing, args, kwargs)
+            out = call.forward(self._forward, self._changing, args, kwargs)
             call.watch((args, kwargs), out)
         else:
-            out = call.plain(self.original, args, kwargs)
+            out = call.plain(self._forward, args, kwargs)
         return out.to(device) if lookup else out
 
     def _rows_only(self, args: Any) -> bool:
