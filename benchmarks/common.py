@@ -40,12 +40,14 @@ def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
     (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
 
 
-def save(name: str, figures: dict[str, Any]) -> None:
-    """Write benchmarks/results/<name>.json with the machine, the day and the command."""
+def save(name: str, figures: dict[str, Any], path: Path | None = None) -> None:
+    """Write benchmarks/results/<name>.json, or another file, with the machine, the day and the command."""
     RESULTS.mkdir(exist_ok=True)
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    script = Path(sys.argv[0]).resolve()
+    own = Path(__file__).resolve().parents[1]
+    command = " ".join(["python", str(script.relative_to(own) if script.is_relative_to(own) else script.name), *sys.argv[1:]])
     record = {"command": command, "date": datetime.date.today().isoformat(), "machine": machine(), **figures}
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (path or RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def turns(rounds: int, runs: Mapping[Key, Callable[[], Figure]], what: str, warmup: int = 0) -> dict[Key, list[Figure]]:
